@@ -83,7 +83,7 @@ def variant_model(model: OpenModel, rows: int) -> Any:
         variant = Substitution()
 
         def variants(self, batches: Sequence[Any]) -> Sequence[LayerVisitor]:
-            return [SideBySide(self.opened, [self.variant], [0] * len(batches))]
+            return [SideBySide(self.opened, [self.variant] * len(batches))]
 
     return VariantModel(model, rows)
 

@@ -7,7 +7,7 @@ computes both sets of logits, and whatever the model does after its head is done
 some tokens count, such as those of an answer, the heads see the positions before these alone."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
@@ -19,19 +19,18 @@ from torch.nn.functional import log_softmax
 from compressor.data.batches import EvaluationSet
 from compressor.devices import as_float64
 from compressor.distributed import ranks
+from compressor.divergence.logits import LogitReader, require_head
 from compressor.errors import CompressionError
-from compressor.model.architecture import head_of
 from compressor.model.inputs import Inputs, forward_inputs
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import BUDGET, LayerVisitor, Pass, allocate
+from compressor.model.streaming import BUDGET, Pass, allocate
 from compressor.model.substitution import AS_IT_IS, SideBySide, Substitution
-from compressor.progress import Progress, Silent
+from compressor.progress import SILENT, Progress
 
 LOGITS = 2**25  # logits computed at once: 128 MiB in float32
 COMPARED = 2**22  # logits compared at once
 FEWEST = 8  # held-out sequences that can tell whether a change is a gain
 CPU = torch.device("cpu")
-_SILENT = Silent()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,61 +130,37 @@ def compare_sequence(
     Logits of variant and base, [N, V] each, and the next tokens [N]. The last five are those of
     `Figures.stop_tokens`."""
     rows = max(1, COMPARED // ours.shape[-1])
-    columns = []
-    for part in zip(ours.split(rows), theirs.split(rows), targets.split(rows), strict=True):
-        columns.append(_at_positions(*part, stop_tokens))
-    by_position = torch.cat(columns, 1)
-    kl, loss, base_loss, flips = by_position[:4]
-    figures = [kl.mean(), loss.mean(), flips.mean(), base_loss.mean()]
-    for due, base_probability, probability in by_position[4:].view(
-        len(stop_tokens), 3, len(targets)
+    parts = []
+    for logits, base, following in zip(
+        ours.split(rows), theirs.split(rows), targets.split(rows), strict=True
     ):
-        figures.append(due.sum())
-        for share in (due, 1 - due):
-            figures.append((base_probability * share).sum())
-            figures.append((probability * share).sum())
-    return torch.stack(figures).tolist()
-
-
-def _at_positions(
-    logits: Tensor, base: Tensor, targets: Tensor, stop_tokens: Sequence[Sequence[int]]
-) -> Tensor:
-    """Return KL, both losses and flips at each position: [C, N].
-
-    Then for each set of stop tokens: 1 where one is next, and their probability by the base and by
-    the variant."""
-    logs = log_softmax(logits, dim=-1, dtype=torch.float32)
-    base_logs = log_softmax(base, dim=-1, dtype=torch.float32)
-    at_target = targets[:, None]
-    columns = [
-        (base_logs.exp() * (base_logs - logs)).sum(-1),
-        -logs.gather(-1, at_target)[:, 0],
-        -base_logs.gather(-1, at_target)[:, 0],
-        logits.argmax(-1) != base.argmax(-1),
-    ]
-    columns = [as_float64(column) for column in columns]
-    for tokens in stop_tokens:
-        ids = torch.tensor(tokens, device=targets.device)
-        columns.append(as_float64(torch.isin(targets, ids)))
-        columns.append(as_float64(base_logs[:, ids].exp()).sum(-1))
-        columns.append(as_float64(logs[:, ids].exp()).sum(-1))
-    return torch.stack(columns)
+        logs = log_softmax(logits, dim=-1, dtype=torch.float32)
+        base_logs = log_softmax(base, dim=-1, dtype=torch.float32)
+        at_target = following[:, None]
+        columns = [
+            (base_logs.exp() * (base_logs - logs)).sum(-1),
+            -logs.gather(-1, at_target)[:, 0],
+            logits.argmax(-1) != base.argmax(-1),
+            -base_logs.gather(-1, at_target)[:, 0],
+        ]
+        columns = [as_float64(column) for column in columns]
+        for tokens in stop_tokens:
+            ids = torch.tensor(tokens, device=targets.device)
+            due = as_float64(torch.isin(following, ids))
+            columns.append(due)
+            # the probability of these tokens where one is next, and at all other positions
+            for share in (due, 1 - due):
+                for known in (base_logs, logs):
+                    columns.append(as_float64(known[:, ids].exp()).sum(-1) * share)
+        parts.append(torch.stack(columns))
+    by_position = torch.cat(parts, 1)
+    means = [values.mean() for values in by_position[:4]]
+    return torch.stack([*means, *(values.sum() for values in by_position[4:])]).tolist()
 
 
 def rows_at_once(tokens: int, vocabulary: int) -> int:
     """Return the rows of so many tokens whose logits are few enough to be computed at once."""
     return max(1, LOGITS // (tokens * vocabulary))
-
-
-def require_head(model: Any) -> nn.Module:
-    """Return the language-model head; raises `CompressionError` for a model without one."""
-    head = head_of(model)
-    if head is None:
-        raise CompressionError(
-            f"{type(model).__name__} has no language-model head, so its next-token distributions "
-            "cannot be compared"
-        )
-    return head
 
 
 class Evaluator:
@@ -209,7 +184,7 @@ class Evaluator:
         self.head = require_head(model)
         self.head_name = next(name for name, module in model.named_modules() if module is self.head)
         self.batches: list[Tensor] = []  # so small that their logits are, too
-        self.counted: list[Tensor] = []  # by batch: [B, L - 1] positions whose next token counts
+        self.counted: list[Tensor] = []  # by batch: [B, L] positions whose next token counts
         self.domains: list[int] = []  # of each batch
         for domain, entry in enumerate(sets):
             masks = entry.counted or [None] * len(entry.batches)
@@ -220,7 +195,9 @@ class Evaluator:
                     mask = torch.ones(batch.shape, dtype=torch.bool)
                 rows = rows_at_once(int(mask.sum(1).max()), base.vocabulary)
                 self.batches += batch.split(rows)
-                self.counted += mask[:, 1:].split(rows)
+                before = mask.roll(-1, 1)
+                before[:, -1] = False
+                self.counted += before.split(rows)
                 self.domains += [domain] * (len(self.batches) - len(self.domains))
         self.inputs: dict[int, Tensor] = {}  # of the base's head, by batch
         self.held = BUDGET if waits else 0  # bytes of these, on disk past the budget of memory
@@ -239,11 +216,20 @@ class Evaluator:
         numbers = ranks().share(self.batches) - self.inputs.keys()
         return sorted(numbers if wanted is None else numbers.intersection(wanted))
 
+    def _probe(
+        self, variants: int = 0, only: Collection[int] | None = None, first: int = 0
+    ) -> "HeldoutProbe":
+        """Return a probe of variants, after those of the base's batches that are missing."""
+        entries: list[_Entry] = [(None, number) for number in self.missing(only)]
+        for variant in range(variants):
+            numbers = range(len(self.batches)) if only is None else only
+            entries += [(variant, number) for number in numbers]
+        return HeldoutProbe(self, entries, first)
+
     def keeping(self, first: int = 0) -> AbstractContextManager["HeldoutProbe"]:
         """Keep the base's answers from a pass over it in which the probe's batches have numbers
         from `first` on."""
-        entries: list[_Entry] = [(None, number) for number in self.missing()]
-        return self._probe(self.base.partial.model, entries, first)
+        return self._probe(first=first).attached(self.base.partial.model)
 
     @contextmanager
     def measuring(self, model: nn.Module, variants: int = 1) -> Iterator["HeldoutProbe"]:
@@ -252,23 +238,16 @@ class Evaluator:
 
         The base's own batches come first, if its answers are not kept yet.
         """
-        entries: list[_Entry] = [(None, number) for number in self.missing()]
-        for variant in range(variants):
-            entries += [(variant, number) for number in range(len(self.batches))]
-        with self._probe(model, entries) as probe:
+        with self._probe(variants).attached(model) as probe:
             yield probe
         probe.add_up()
-
-    def _keep(self, progress: Progress) -> None:
-        with self.keeping() as probe:
-            probe.run(self.base, progress, "ask the base")
 
     def measure(
         self,
         model: OpenModel,
         variants: Sequence[Substitution] = (AS_IT_IS,),
-        visitors: Sequence[LayerVisitor] = (),
-        progress: Progress = _SILENT,
+        *,
+        progress: Progress = SILENT,
         phase: str = "evaluate",
         only: Sequence[int] | None = None,
     ) -> list[Figures]:
@@ -277,23 +256,22 @@ class Evaluator:
 
         Where the base's answers are not kept yet, it runs along in this pass if it is the same
         opened model, and in one of its own otherwise."""
-        numbers = range(len(self.batches)) if only is None else only
-        if model.partial is not self.base.partial and self.missing(numbers):
+        if model.partial is not self.base.partial and self.missing(only):
             self._keep(progress)
-        entries: list[_Entry] = [(None, number) for number in self.missing(numbers)]
-        for variant in range(len(variants)):
-            entries += [(variant, number) for number in numbers]
-        side_by_side = SideBySide(model, variants, [variant for variant, _ in entries])
-        with self._probe(model.partial.model, entries) as probe:
-            probe.run(model, progress, phase, side_by_side, *visitors)
+        with self._probe(len(variants), only).attached(model.partial.model) as probe:
+            probe.run(model, progress, phase, variants)
         probe.add_up()
         return probe.figures
+
+    def _keep(self, progress: Progress) -> None:
+        with self.keeping() as probe:
+            probe.run(self.base, progress, "ask the base")
 
     @torch.no_grad()
     def measure_loaded(self, model: nn.Module) -> Figures:
         """Return the figures of a variant that is whole in memory."""
         if self.missing():
-            self._keep(_SILENT)
+            self._keep(SILENT)
         parameter = next(model.parameters())
         with self.measuring(model) as probe:
             for number in sorted(ranks().share(self.batches)):
@@ -302,58 +280,22 @@ class Evaluator:
                 probe.on_batch_end(number, model(**inputs, use_cache=False))
         return probe.figures[0]
 
-    @contextmanager
-    def _probe(
-        self, model: nn.Module, entries: Sequence["_Entry"], first: int = 0
-    ) -> Iterator["HeldoutProbe"]:
-        head = require_head(model)
-        probe = HeldoutProbe(self, entries, first)
-        try:
-            with (
-                head.register_forward_pre_hook(probe.before_head),
-                head.register_forward_hook(probe.after_head),
-            ):
-                yield probe
-        finally:
-            if head is not self.head:
-                self.base.partial.release(self.head_name)
-
-    def figures(self, by_batch: Mapping[int, Sequence[Sequence[float]]]) -> Figures:
-        """Return the figures of a variant, in the order of the batches, from those of each batch's
-        sequences."""
-        rows = list[Sequence[float]]()
-        tokens = list[int]()
-        domains = list[int]()
-        for number in sorted(by_batch):
-            rows += by_batch[number]
-            tokens += self.counted[number].sum(1).tolist()
-            domains += [self.domains[number]] * len(self.batches[number])
-        columns = torch.tensor(rows, dtype=torch.float64).view(-1, 4 + 5 * len(self.stop_tokens))
-        kl, loss, flips, base_loss = columns[:, :4].T
-        stop_tokens = columns[:, 4:].view(len(columns), -1, 5)
-        return Figures(
-            kl, loss, flips, torch.tensor(tokens), torch.tensor(domains), base_loss, stop_tokens
-        )
-
 
 _Entry = tuple[int | None, int]  # variant, the base's being None, and number of a batch
 
 
-@dataclass(slots=True)
-class HeldoutProbe(LayerVisitor):
+class HeldoutProbe(LogitReader):
     """Held-out batches in a pass, numbered from `first` on, an entry each.
 
     Of the base's entries what enters the head is kept, and the head computes next to nothing. When
     the pass has ended, `add_up` puts together the figures of each variant from all ranks."""
 
-    repeatable = True
-    evaluator: Evaluator
-    entries: Sequence[_Entry]
-    first: int = 0
-    figures: list[Figures] = field(default_factory=list)
-    _running: _Entry | None = None
-    _selected: bool = False  # the head sees only positions that count
-    _by_sequence: dict[_Entry, list[list[float]]] = field(default_factory=dict)
+    def __init__(self, evaluator: Evaluator, entries: Sequence[_Entry], first: int = 0) -> None:
+        super().__init__([evaluator.counted[number] for _, number in entries], self._compare, first)
+        self.evaluator = evaluator
+        self.entries = entries
+        self.figures = list[Figures]()
+        self._by_sequence = dict[tuple[int, int], list[list[float]]]()
 
     @property
     def batches(self) -> list[Tensor]:
@@ -369,74 +311,94 @@ class HeldoutProbe(LayerVisitor):
         ]
 
     def run(
-        self, model: OpenModel, progress: Progress, phase: str, *visitors: LayerVisitor
+        self,
+        model: OpenModel,
+        progress: Progress,
+        phase: str,
+        variants: Sequence[Substitution] = (),
     ) -> None:
         """Stream the batches, each of several ranks its own, through a model to its output."""
         numbers = ranks().share(self.evaluator.batches)
         share = [position for position, (_, number) in enumerate(self.entries) if number in numbers]
+        by_entry = [AS_IT_IS if entry[0] is None else variants[entry[0]] for entry in self.entries]
         evaluation = Pass(model, self.batches, progress, phase, to_end=True, share=share)
-        evaluation.run(self, *visitors)
+        evaluation.run(self, SideBySide(model, by_entry))
 
-    def on_batch_start(self, batch: int) -> None:
-        position = batch - self.first
-        self._running = self.entries[position] if 0 <= position < len(self.entries) else None
+    @contextmanager
+    def attached(self, model: Any) -> Iterator[Self]:
+        """Choose positions before the head of a live model, and compare after it."""
+        head = require_head(model)
+        evaluator = self.evaluator
+        try:
+            with super().attached(model), head.register_forward_hook(self.after_head):
+                yield self
+        finally:
+            if head is not evaluator.head:
+                evaluator.base.partial.release(evaluator.head_name)
 
     def before_head(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Hidden states [B, L, H] -> [1, N, H] of the positions that count; those of a head of
-        another form stay."""
-        if self._running is None:
+        """Choose positions, and keep the hidden states of the base's, of which the head then sees
+        none."""
+        chosen = super().before_head(head, args)
+        if chosen is None or self.running is None:
             return None
-        variant, number = self._running
+        variant, number = self.entries[self.running]
+        if variant is not None:
+            return chosen
+        hidden = chosen[0]
         evaluator = self.evaluator
-        hidden = args[0]
-        self._selected = hidden.shape[:-1] == evaluator.batches[number].shape
-        if self._selected:
-            hidden = hidden[:, :-1][evaluator.counted[number].to(hidden.device)][None]
-        if variant is None:
-            storage = allocate(
-                tuple(hidden.shape), hidden.dtype, CPU, max(0, BUDGET - evaluator.held)
-            )
-            evaluator.held += hidden.nbytes
-            evaluator.inputs[number] = storage.copy_(hidden.detach())
-            if self._selected:
-                hidden = hidden[:, :0]
-        return (hidden, *args[1:])
+        budget = max(0, BUDGET - evaluator.held)
+        storage = allocate(tuple(hidden.shape), hidden.dtype, CPU, budget)
+        evaluator.held += hidden.nbytes
+        evaluator.inputs[number] = storage.copy_(hidden.detach())
+        return (hidden[:, :0], *args[1:]) if self.is_selected else chosen
 
     def after_head(self, head: nn.Module, args: tuple[Any, ...], logits: Tensor) -> Tensor | None:
         """Put the base's logits, by its own head, which is loaded beside a variant's, below those
         of the variant."""
-        if self._running is None or self._running[0] is None:
+        if self.running is None or self.entries[self.running][0] is None:
             return None
         evaluator = self.evaluator
         if head is not evaluator.head:
             partial = evaluator.base.partial
             partial.load(partial.keys_under(evaluator.head_name))
-        hidden = evaluator.inputs[self._running[1]].to(logits.device)
+        hidden = evaluator.inputs[self.entries[self.running][1]].to(logits.device)
         # past the head's own hooks
         return torch.cat([logits, evaluator.head.forward(hidden, *args[1:])])
 
-    def on_batch_end(self, batch: int, output: Any) -> None:
-        """Compare a variant's output with the base's, which is below it."""
-        if self._running is None or self._running[0] is None:
+    def _compare(self, position: int, logits: Tensor) -> None:
+        """Compare a variant's logits with the base's, which are below them."""
+        variant, number = self.entries[position]
+        if variant is None:
             return
-        _, number = self._running
         evaluator = self.evaluator
-        positions = evaluator.counted[number].to(output.logits.device)
-        values = [evaluator.batches[number].to(positions.device)[:, 1:][positions]]
-        for logits in output.logits.chunk(2):
-            values.append(logits[0] if self._selected else logits[:, :-1][positions])
-        counts = positions.sum(1).tolist()
+        counted = evaluator.counted[number].to(logits.device)
+        targets = evaluator.batches[number].to(logits.device)[:, 1:][counted[:, :-1]]
+        counts = counted.sum(1).tolist()
         figures = []
-        for targets, logits, base in zip(*(value.split(counts) for value in values), strict=True):
-            figures.append(compare_sequence(logits, base, targets, evaluator.stop_tokens))
-        self._by_sequence[self._running] = figures
+        by_sequence = (values.split(counts) for values in (targets, *logits.chunk(2)))
+        for following, ours, base in zip(*by_sequence, strict=True):
+            figures.append(compare_sequence(ours, base, following, evaluator.stop_tokens))
+        self._by_sequence[variant, number] = figures
 
     def add_up(self) -> None:
         """Put together what every rank's batches have shown, in the order of the batches."""
-        by_variant: dict[Any, dict[int, list[list[float]]]] = {}
-        for by_sequence in ranks().all_gather(self._by_sequence):
-            for (variant, number), rows in by_sequence.items():
-                by_variant.setdefault(variant, {})[number] = rows
-        self.figures = [
-            self.evaluator.figures(by_variant[variant]) for variant in sorted(by_variant)
-        ]
+        evaluator = self.evaluator
+        by_entry = dict[tuple[int, int], list[list[float]]]()
+        for entries in ranks().all_gather(self._by_sequence):
+            by_entry |= entries
+        for variant in sorted({variant for variant, _ in by_entry}):
+            rows = list[list[float]]()
+            tokens = list[int]()
+            domains = list[int]()
+            for number in range(len(evaluator.batches)):
+                of_batch = by_entry.get((variant, number))
+                if of_batch is not None:
+                    rows += of_batch
+                    tokens += evaluator.counted[number].sum(1).tolist()
+                    domains += [evaluator.domains[number]] * len(of_batch)
+            columns = torch.tensor(rows, dtype=torch.float64)
+            kl, loss, flips, base_loss = columns[:, :4].T
+            stop_tokens = columns[:, 4:].view(len(columns), -1, 5)
+            counts = torch.tensor(tokens), torch.tensor(domains)
+            self.figures.append(Figures(kl, loss, flips, *counts, base_loss, stop_tokens))

@@ -19,7 +19,8 @@ from torch import Tensor
 from compressor.data.batches import load_tokenizer
 from compressor.devices import as_float64
 from compressor.distributed import ranks
-from compressor.divergence.evaluator import Evaluator, require_head, rows_at_once
+from compressor.divergence.evaluator import Evaluator, rows_at_once
+from compressor.divergence.logits import LogitReader, require_head
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import LayerVisitor, Pass, allocate, hidden_of
@@ -110,11 +111,11 @@ def read_base(
             else:
                 missing[number] = stored
     if wanted or missing:
+        teacher = _Teacher(model.architecture.decoder_layers[-1], wanted)
+        visitors: list[LayerVisitor] = [teacher]
         batches = [stored.batch for stored in wanted]
-        visitors: list[LayerVisitor] = [
-            _TeacherVisitor(model.architecture.decoder_layers[-1], wanted)
-        ]
         with ExitStack() as stack:
+            stack.enter_context(teacher.attached(model.partial.model))
             if evaluator is not None and missing:
                 probe = stack.enter_context(evaluator.keeping(len(wanted)))
                 visitors.append(probe)
@@ -126,7 +127,7 @@ def read_base(
     ranks().barrier()  # until all ranks have written their answers
     distributions = dict[str, list[Distributions]]()
     for name, of_text in outputs.items():
-        distributions[name] = [stored.read() for stored in of_text]
+        distributions[name] = [Distributions(**load_tensors(stored.path)) for stored in of_text]
     return distributions
 
 
@@ -155,39 +156,33 @@ class _StoredOutputs:
     def keep(self, tensors: Mapping[str, Tensor]) -> None:
         save_tensors(self.path, tensors, self.facts)
 
-    def read(self) -> Distributions:
-        return Distributions(**load_tensors(self.path))
 
-
-class _TeacherVisitor(LayerVisitor):
+class _Teacher(LogitReader):
     """Store the distributions of a pass's first batches, and of some what the last decoder layer
     outputs."""
 
-    repeatable = True
-
     def __init__(self, last: str, wanted: Sequence[_StoredOutputs]) -> None:
+        positions = [torch.ones(stored.batch.shape, dtype=torch.bool) for stored in wanted]
+        super().__init__(positions, self._keep)
         self.last = last
         self.wanted = wanted
         self.states = dict[int, Tensor]()
 
     def on_layer_output(self, output: Any) -> None:
-        batch = self.at.batch
-        if self.at.layer == self.last and batch < len(self.wanted) and self.wanted[batch].hidden:
+        number = self.running
+        if self.at.layer == self.last and number is not None and self.wanted[number].hidden:
             hidden = hidden_of(output)
             storage = allocate(tuple(hidden.shape), hidden.dtype, CPU, 0)
-            self.states[batch] = storage.copy_(hidden.detach())
+            self.states[number] = storage.copy_(hidden.detach())
 
     @torch.no_grad()
-    def on_batch_end(self, batch: int, output: Any) -> None:
-        if batch >= len(self.wanted):
-            return
-        logits: Tensor = output.logits
-        shape = logits.shape[:2]
+    def _keep(self, number: int, logits: Tensor) -> None:
+        shape = self.positions[number].shape
         vocabulary = logits.shape[-1]
         tokens = list[Tensor]()
         logs = list[Tensor]()
         others = list[Tensor]()
-        for part in logits.flatten(0, 1).split(rows_at_once(1, vocabulary)):
+        for part in logits.split(rows_at_once(1, vocabulary)):
             best, ids = part.log_softmax(-1, dtype=torch.float32).topk(min(KEPT, vocabulary))
             tokens.append(ids.int().cpu())
             logs.append(best.cpu())
@@ -196,9 +191,9 @@ class _TeacherVisitor(LayerVisitor):
             torch.cat(tokens).view(*shape, -1),
             torch.cat(logs).view(*shape, -1),
             torch.cat(others).view(shape),
-            self.states.pop(batch, None),
+            self.states.pop(number, None),
         )
-        self.wanted[batch].keep(distributions.tensors)
+        self.wanted[number].keep(distributions.tensors)
 
 
 def top_divergence(base: Distributions, logits: Tensor) -> Tensor:

@@ -3,7 +3,7 @@ rounding alone changes."""
 
 import math
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from compressor.errors import CompressionError
-from compressor.files import GOLDEN, SUMS, check_parent
+from compressor.files import SUMS, check_parent
 from compressor.records import RESTORE, Count, Finite, plain_json, read_as, read_json, readable_json
 
 FORMAT = 3  # of the file
@@ -44,10 +44,13 @@ class Top:
         total = 0.0
         tokens = first.keys() | second.keys()
         for token in tokens:
-            here = max(first.get(token, self.logs[-1]), LEAST)
-            there = max(second.get(token, other.logs[-1]), LEAST)
-            hidden = (token not in first and there < here) or (token not in second and here < there)
-            total += 0.0 if hidden else (here - there) ** 2
+            difference = max(first.get(token, self.logs[-1]), LEAST)
+            difference -= max(second.get(token, other.logs[-1]), LEAST)
+            if token not in first:
+                difference = min(difference, 0.0)
+            elif token not in second:
+                difference = max(difference, 0.0)
+            total += difference**2
         return math.sqrt(total / len(tokens))
 
 
@@ -143,56 +146,34 @@ def read_golden(path: Path) -> GoldenAnswers:
             f"with `moe-compress check --write MODEL`, or use the version that wrote them"
         )
     golden = read_as(GoldenAnswers, content, f"{path}: ")
-    for message in _faults(golden):
-        raise CompressionError(f"{path}: {message}; {RESTORE}")
+    if not _is_possible(golden):
+        raise CompressionError(f"{path} holds answers that no model can have given; {RESTORE}")
     return golden
 
 
-def _faults(golden: GoldenAnswers) -> Iterator[str]:
+def _is_possible(golden: GoldenAnswers) -> bool:
+    """Return True if counts agree, and tokens, positions and log-probabilities are possible."""
     count = len(golden.places)
     sizes = {name: len(distances) for name, distances in golden.bands.items()}
-    if not count or len(golden.top) != count or sizes != dict.fromkeys(BANDS, count):
-        yield "it lacks answers to some prompts"
+    if not count or sizes != dict.fromkeys(BANDS, count):
+        return False
     if sum(len(prompt.ids) for prompt in golden.prompts) > MOST_TOKENS:
-        yield f"its prompts have more than {MOST_TOKENS:,} tokens"
+        return False
     if not all(text.isdecimal() and len(text) < 12 for text in golden.texts):
-        yield "its texts should be named by numbers of tokens"
-    for number, prompt in enumerate(golden.prompts):
-        where = f"prompts[{number}]"
-        if len(prompt.top) != len(prompt.positions):
-            yield f"{where} lacks answers"
-        if prompt.continued >= max(len(prompt.ids), 1):
-            yield (
-                f"{where} has {len(prompt.ids)} tokens, {prompt.continued} of which are the "
-                "model's own"
-            )
-        if max(prompt.positions, default=0) >= len(prompt.ids):
-            yield f"{where} has an answer after token {max(prompt.positions)} of {len(prompt.ids)}"
+        return False
+    for prompt in golden.prompts:
+        length = len(prompt.ids)
+        positions = prompt.positions
+        if len(prompt.top) != len(positions) or prompt.continued >= max(length, 1):
+            return False
+        if list(positions) != sorted({*positions}) or max(positions, default=0) >= length:
+            return False
         for top in prompt.top:
-            if (
-                not top.tokens
-                or len(top.tokens) != len({*top.tokens})
-                or len(top.tokens) != len(top.logs)
-            ):
-                yield f"{where} should have one log-probability for each of its tokens"
-            if max(top.logs, default=0) > TOO_PROBABLE:
-                yield f"{where} has the log-probability {max(top.logs)}"
-        known = max(
-            [*prompt.ids, *chain.from_iterable(top.tokens for top in prompt.top)], default=0
-        )
-        if known >= golden.vocabulary:
-            yield f"{where} has the token {known}, but the vocabulary {golden.vocabulary}"
-
-
-def find_golden(places: Sequence[Path]) -> Path:
-    """Return the first file of golden answers among folders and files; raises `CompressionError` if
-    there is none."""
-    for place in places:
-        path = place / GOLDEN if place.is_dir() else place
-        if path.is_file():
-            return path
-    raise CompressionError(
-        f"{places[0]} has no {GOLDEN}; name one with --answers, or write one from the model "
-        "itself with "
-        "`moe-compress check --write MODEL`"
-    )
+            if not len(top.logs) == len(top.tokens) == len({*top.tokens}) > 0:
+                return False
+            if max(top.logs) > TOO_PROBABLE:
+                return False
+        tokens = chain(prompt.ids, *(top.tokens for top in prompt.top))
+        if max(tokens) >= golden.vocabulary:
+            return False
+    return True

@@ -13,12 +13,18 @@ from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
 from compressor.golden.answers import LEAST, GoldenAnswers, GoldenPrompt, Top
 from compressor.golden.compare import Answered, is_even
-from compressor.golden.faults import faults_of, of_vocabulary, scaled
+from compressor.golden.faults import Fault, FaultMaker, of_vocabulary
 from compressor.golden.fingerprints import cause_of_weights, fingerprints
-from compressor.golden.measure import Variant, ask_model, config_of, open_exactly, with_answers
-from compressor.model.constant_experts import declared
+from compressor.golden.measure import (
+    ask_model,
+    config_of,
+    constants_of,
+    open_exactly,
+    with_answers,
+)
 from compressor.model.opened import OpenModel
-from compressor.progress import Progress, Silent
+from compressor.model.substitution import Substitution
+from compressor.progress import SILENT, Progress
 from compressor.tolerance import stable_argmin
 
 NUDGE = 1.05  # a scale whose effect is linear
@@ -32,76 +38,47 @@ OLD_SERVER = (
     "place of such experts"
 )
 PROMPTS = 4  # on which faults of single layers are tried
-_SILENT = Silent()
 
 
 class _Trial:
-    """Plants faults in a model, to see which of them gives the observed answers."""
+    """Faults planted in a model, and how far the answers of each are from the observed ones; the
+    first is none."""
 
     def __init__(
-        self, model: OpenModel, prompts: Sequence[GoldenPrompt], rounding: float, progress: Progress
+        self,
+        model: OpenModel,
+        prompts: Sequence[GoldenPrompt],
+        faults: Sequence[Fault],
+        rounding: float,
+        progress: Progress,
     ) -> None:
-        self.model = model
-        self.layers = model.architecture.layers
-        self.prompts = prompts  # with the observed answers
-        self.rounding = rounding  # the distance that rounding alone makes
-        self.progress = progress
-        self.is_local = False  # some answers are right
-        self.answers = list[list[Top]]()  # by fault, the first of which is none
-        self.distances = list[list[float]]()  # of these from the observed ones
-
-    def find(self) -> str | None:
-        """Return the sentence of the fault that explains the answers; None if no known one does."""
-        faults = [*faults_of(self.layers), *of_vocabulary()]
-        cause = self._try(faults)
-        if cause is not None:
-            return cause
-        single = [scaled(NUDGE, [layer]) for layer in self.layers]
-        for layer in self.layers:
-            single += faults_of([layer])
-        self.is_local = not is_even(self.distances[0], [1.0] * len(self.distances[0]))
-        self.prompts = self.prompts[:PROMPTS]
-        return self._try(single) or self._try(self._fitted())
-
-    def _try(self, faults: Sequence[Variant]) -> str | None:
-        """Return the sentence of the fault with the nearest answers, if they are near enough."""
-        variants = [Variant(), *faults]
-        self.answers = ask_model(
-            self.model, self.prompts, variants, self.progress, len(self.prompts)
-        )
-        observed = [top for prompt in self.prompts for top in prompt.top]
-        self.distances = []
-        for variant, answers in zip(variants, self.answers, strict=True):
+        variants = [(fault.variant, fault.inputs) for fault in faults]
+        self.answers = ask_model(model, prompts, variants, progress, len(prompts))
+        self.distances = list[list[float]]()
+        for fault, answers in zip(faults, self.answers, strict=True):
+            observed = [top for prompt in prompts for top in prompt.top]
             pairs = zip(answers, observed, strict=True)
-            self.distances.append([_error(top, seen, variant.outputs) for top, seen in pairs])
+            self.distances.append([_error(top, seen, fault.outputs) for top, seen in pairs])
         means = [fmean(distances) for distances in self.distances]
         best = stable_argmin(means)
-        if means[best] > max(min(self.rounding, means[0] / 2), EXPLAINED * means[0]):
-            return None
-        return variants[best].sentence or None
+        # rounding alone makes some distance
+        is_near = means[best] <= max(min(rounding, means[0] / 2), EXPLAINED * means[0])
+        self.cause = faults[best].sentence or None if is_near else None
 
-    def _fitted(self) -> list[Variant]:
-        """Return the scale of each layer's experts that would, to first order, come nearest, and
-        larger ones.
+    def scale_near(self, number: int) -> float | None:
+        """Return the scale that would, to first order, come nearest, by the fault with this number,
+        which is a nudge.
 
-        Of the triangle of sound, nudged and observed answers, the sides are known.
-        """
-        sound = self.answers[0]
-        faults = list[Variant]()
-        for number, layer in enumerate(self.layers, 1):
-            nudged = self.answers[number]
-            effects = [first.distance(second) for first, second in zip(sound, nudged, strict=True)]
-            least = median(effects)
-            steps = list[float]()  # the median counts: tokens that change experts are few
-            for effect, before, after in zip(
-                effects, self.distances[0], self.distances[number], strict=True
-            ):
-                if effect >= least and effect > 0:
-                    steps.append((before**2 + effect**2 - after**2) / (2 * effect**2))
-            if steps:
-                step = median(steps) * (NUDGE - 1)
-                faults += [scaled(1 + factor * step, [layer]) for factor in FACTORS]
-        return faults
+        Of the triangle of sound, nudged and observed answers, the sides are known."""
+        pairs = zip(self.answers[0], self.answers[number], strict=True)
+        effects = [sound.distance(nudged) for sound, nudged in pairs]
+        steps = list[float]()  # the median counts: tokens that change experts are few
+        for effect, before, after in zip(
+            effects, self.distances[0], self.distances[number], strict=True
+        ):
+            if effect >= median(effects) and effect > 0:
+                steps.append((before**2 + effect**2 - after**2) / (2 * effect**2))
+        return median(steps) * (NUDGE - 1) if steps else None
 
 
 def _error(answer: Top, observed: Top, shift: int) -> float:
@@ -122,7 +99,7 @@ def find_cause(
     answered: Answered,
     rounding: float,
     device: str = "auto",
-    progress: Progress = _SILENT,
+    progress: Progress = SILENT,
 ) -> str | None:
     """Return the likeliest cause of a difference; None if no known one explains it.
 
@@ -138,15 +115,37 @@ def find_cause(
         if cause is not None or faulty.source.folder.samefile(reference):
             return cause
     try:
-        sound = open_exactly(ModelSource(str(reference), None, reference), device)
+        model = open_exactly(ModelSource(str(reference), None, reference), device)
     except CompressionError:  # there is no model
         return None
-    observed = with_answers(golden.prompts, [top or Top((), ()) for top in answered.top])
-    trial = _Trial(sound, observed, rounding, progress)
+    constants = constants_of(model)
+    prompts = with_answers(golden.prompts, answered.top)
+    sound = Substitution(constants=constants)
+    layers = model.architecture.layers
+    is_local = False  # some answers are right
     with suppress(CompressionError):  # of layers that cannot be changed like this
-        cause = trial.find()
+        everywhere = FaultMaker(model, layers, constants)
+        faults = [Fault("", sound), *everywhere.all(), *of_vocabulary(sound)]
+        trial = _Trial(model, prompts, faults, rounding, progress)
+        if trial.cause is not None:
+            return trial.cause
+        distances = trial.distances[0]
+        is_local = not is_even(distances, [1.0] * len(distances))
+        makers = [FaultMaker(model, [layer], constants) for layer in layers]
+        faults = [Fault("", sound), *(maker.scaled(NUDGE) for maker in makers)]
+        for maker in makers:
+            faults += maker.all()
+        trial = _Trial(model, prompts[:PROMPTS], faults, rounding, progress)
+        if trial.cause is not None:
+            return trial.cause
+        fitted = [Fault("", sound)]
+        for number, maker in enumerate(makers, 1):
+            step = trial.scale_near(number)
+            if step is not None:
+                fitted += [maker.scaled(1 + factor * step) for factor in FACTORS]
+        cause = _Trial(model, prompts[:PROMPTS], fitted, rounding, progress).cause
         if cause is not None:
             return cause
-    if declared(sound.checkpoint.raw_config):
+    if constants:
         return OLD_SERVER
-    return ONE_EXPERT if trial.is_local else None
+    return ONE_EXPERT if is_local else None

@@ -1,23 +1,30 @@
 """Whether a model anywhere computes what its golden answers say: a folder, an ONNX export, or a
 server."""
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
+from compressor.answers.onnx_decoder import onnx_decoder
 from compressor.answers.options import ServerOptions
 from compressor.answers.server import open_server
-from compressor.checkpoint.source import locate, locate_tokenizer
-from compressor.errors import CompressionError
+from compressor.checkpoint.reader import Size
+from compressor.checkpoint.source import ModelSource, locate, locate_tokenizer
+from compressor.errors import CompressionError, reason_of
 from compressor.extras import require
-from compressor.files import GRAPH
-from compressor.golden.answers import find_golden, read_golden
+from compressor.files import GOLDEN, GRAPH, json_object
+from compressor.golden.answers import GoldenAnswers, Top, read_golden
 from compressor.golden.causes import find_cause
-from compressor.golden.compare import Verdict, compare
+from compressor.golden.compare import Answered, Verdict, compare, widest_band
+from compressor.golden.measure import ask_model, open_exactly, parameters_of, top_of
+from compressor.golden.prompts import other_tokens
 from compressor.golden.served import ask_server
-from compressor.golden.things import ask_folder, ask_onnx
 from compressor.model.inspection import stock_fault
 from compressor.progress import SILENT, Progress
 
+EXPORT = "onnx_export.json"
+BITS = re.compile(r'"(?:num_)?bits": (\d+)')  # of a quantised weight, in a config
 WIDEST = {"16": "bfloat16", "8": "fp8", "4": "4-bit"}  # bands, by bits
 
 
@@ -59,7 +66,15 @@ def check(
             else locate(model, revision, progress)
         )
         places = [source.folder]
-    file = find_golden([Path(answers)] if answers else places)
+    if answers:
+        places = [Path(answers)]
+    files = [place / GOLDEN if place.is_dir() else place for place in places]
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        raise CompressionError(
+            f"{places[0]} has no {GOLDEN}; name one with --answers, or write one from the model "
+            "itself with `moe-compress check --write MODEL`"
+        )
     golden = read_golden(file)
     if servers.server is not None:
         server = open_server(servers.server, servers.served_model, servers.timeout)
@@ -77,3 +92,52 @@ def check(
         cause = find_cause(golden, file.parent, answered, verdict.allowed, device, progress)
         verdict = replace(verdict, cause=cause or "none of the known ones")
     return verdict
+
+
+def ask_folder(
+    golden: GoldenAnswers, source: ModelSource, device: str, progress: Progress
+) -> Answered:
+    """Return the answers of a checkpoint, by the stock forward; raises `CompressionError` for
+    another vocabulary."""
+    model = open_exactly(source, device)
+    if model.vocabulary <= max(max(prompt.ids) for prompt in golden.prompts):
+        raise CompressionError(
+            f"{source.label} is another model: it knows {model.vocabulary} tokens, and the golden "
+            "answers are of one "
+            f"that knows {golden.vocabulary}; name its own with --answers"
+        )
+    quantization = model.checkpoint.quantization
+    if quantization:
+        named = [int(bits) for bits in BITS.findall(json.dumps(quantization, default=str))]
+        bits = min(named, default=4 if "4" in str(quantization.get("quant_method")) else 8)
+        widest = "fp8" if 7 < bits < 15 else widest_band(bits)
+    else:
+        size = Size.of(model.checkpoint.tensors.values()).bytes
+        widest = widest_band(8 * size / parameters_of(model))
+    (top,) = ask_model(model, golden.prompts, progress=progress)
+    return Answered(source.label, top, widest, other_tokens(source.folder, golden), model=model)
+
+
+def ask_onnx(golden: GoldenAnswers, folder: Path, device: str) -> Answered:
+    """Return the answers of an ONNX export."""
+    top = list[Top]()
+    try:
+        decoder = onnx_decoder(folder, device)
+        for prompt in golden.prompts:
+            running = decoder.fresh()
+            begin = 0
+            for position in prompt.positions:
+                top += top_of(running(prompt.ids[begin : position + 1])[None])
+                begin = position + 1
+    except CompressionError:
+        raise
+    except Exception as error:  # ONNX Runtime's exceptions share no class
+        raise CompressionError(
+            f"{folder / GRAPH} cannot be run ({reason_of(error)}); export it again"
+        ) from error
+    size = sum(path.stat().st_size for path in folder.glob(f"{GRAPH}*"))
+    widest = widest_band(8 * size / golden.parameters)
+    # experts alone
+    if (json_object(folder / EXPORT).get("options") or {}).get("quantize") == "int4":
+        widest = "4-bit"
+    return Answered(folder.name, top, widest, other_tokens(folder, golden))

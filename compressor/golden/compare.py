@@ -5,7 +5,7 @@ Rounding moves all answers by about as much as the same kind of rounding did whe
 were written. A fault moves them further, or only those that it reaches. Where two experts are
 nearly tied, rounding may exchange them: so the median counts, and a few answers may be far off."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from statistics import median
@@ -113,32 +113,6 @@ def is_even(distances: Sequence[float], limits: Sequence[float]) -> bool:
     return sorted(distances)[tenth] > UNTOUCHED and shares[tenth] >= EVEN * median(shares)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rounding:
-    """One kind of rounding, held against distances from golden answers, by number of the answer."""
-
-    kind: str
-    limits: Sequence[float]
-    distances: Mapping[int, float]
-
-    def share_of_far(self, numbers: Collection[int]) -> float:
-        """Return the share of answers that are far off."""
-        far = sum(self.distances[number] > FAR * self.limits[number] for number in numbers)
-        return far / max(len(numbers), 1)
-
-    def explains(self, numbers: Collection[int], is_exact: bool) -> bool:
-        """Return True if the rounding explains these distances from golden answers, which may be
-        exact."""
-        far = self.share_of_far(numbers)
-        if self.kind == "float32":
-            return far == 0
-        distances = [self.distances[number] for number in numbers]
-        limits = [self.limits[number] for number in numbers]
-        if is_exact and not is_even(distances, limits):  # two that are not exact may round alike
-            return False
-        return median(distances) <= LEVELS[self.kind] * median(limits) and far <= MOST_FAR
-
-
 def compare(golden: GoldenAnswers, answered: Answered) -> Verdict:
     """Return the verdict on answers, by the narrowest band that holds them."""
     distances = dict[int, float]()  # by number of the answer
@@ -163,11 +137,23 @@ def compare(golden: GoldenAnswers, answered: Answered) -> Verdict:
             "most of its answers name too few tokens by id or by a text of their own to "
             "compare them"
         )
+    direct = sorted(distances.keys() - decoded)
+    moved = [distances[number] for number in direct]
     for kind in () if cause else KINDS[: 1 + KINDS.index(answered.widest)]:
-        rounding = _Rounding(kind, limits_of(golden, kind), distances)
-        if not rounding.explains(distances.keys() - decoded, golden.dtype == "float32"):
+        limits = limits_of(golden, kind)
+        allowed = [limits[number] for number in direct]
+        far = {number for number in distances if distances[number] > FAR * limits[number]}
+        most_far = MOST_FAR * len(direct)
+        if kind == "float32":
+            most_far = 0
+        else:
+            # two that are not exact may round alike
+            is_rounding = golden.dtype != "float32" or is_even(moved, allowed)
+            if not is_rounding or median(moved) > LEVELS[kind] * median(allowed):
+                continue
+        if len(far - decoded) > most_far:
             continue
-        if rounding.share_of_far(decoded) <= MOST_FAR_IN_DECODING:
+        if len(far & decoded) <= MOST_FAR_IN_DECODING * len(decoded):
             band = kind
             cause = None
             break

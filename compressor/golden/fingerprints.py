@@ -5,15 +5,14 @@ Rounding hardly changes them. N experts, or rows of a vocabulary, or 1; C tensor
 """
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from compressor.formatting import counted
-from compressor.model.moe_layer import MoeLayer, decoder_layer_of
+from compressor.model.moe_layer import decoder_layer_of
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import TINY
 
@@ -31,49 +30,27 @@ def gate_and_up(experts: Any, value: Tensor) -> tuple[Tensor, int]:
     return value.unflatten(dim, (-1, 2)), dim + 1
 
 
-@cache
-def _directions(length: int) -> Tensor:
-    return torch.randn(length, 2, generator=torch.Generator().manual_seed(0))
-
-
-def _numbers(value: Tensor) -> Tensor:
-    """Return the norm of each row's weights, and two projections of them at norm 1: [N, ...] -> [N,
-    3]."""
-    rows = list[Tensor]()
-    for row in value.detach():
-        matrix = row.float().cpu()
-        matrix = matrix.reshape(-1, matrix.shape[-1] if matrix.dim() else 1)
-        norm = matrix.norm()
-        projections = (matrix @ _directions(matrix.shape[1]) * _directions(len(matrix))).sum(0)
-        rows.append(torch.cat([norm[None], projections / norm.clamp_min(TINY)]))
-    return torch.stack(rows)
-
-
-def _parts(
-    model: OpenModel, layers: Mapping[str, MoeLayer], key: str
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and values [N, ...] of the parts of a loaded tensor."""
-    value = model.partial.model.get_parameter_or_buffer(key)
-    layer = layers.get(key)
-    if layer is None:
-        is_vocabulary = value.dim() > 1 and len(value) == model.vocabulary
-        yield key, value[:ROWS] if is_vocabulary else value[None]
-        return
-    (dim,) = (tensor.dim for tensor in layer.tensors if tensor.key == key)
-    value = value.movedim(dim, 0)[: layer.experts]
-    if "gate_up_proj" not in key:
-        yield key, value
-        return
-    pair, dim = gate_and_up(model.partial.model.get_submodule(layer.name), value)
-    yield key.replace("gate_up", "gate"), pair.select(dim, 0)
-    yield key.replace("gate_up", "up"), pair.select(dim, 1)
+def _text(value: Tensor) -> str:
+    """Return the norm of each row's weights, and two projections of them at norm 1, in base64 of
+    bfloat16: [N, ...] -> [N, 3]."""
+    rows = value.detach().reshape(len(value), -1, value.shape[-1] if value.dim() > 1 else 1)
+    lines, columns = (
+        torch.randn(length, 2, generator=torch.Generator().manual_seed(0))
+        for length in rows.shape[1:]
+    )
+    numbers = torch.empty(len(rows), 3)
+    for row, matrix in zip(numbers, rows, strict=True):
+        matrix = matrix.float().cpu()
+        row[0] = matrix.norm()
+        row[1:] = (matrix @ columns * lines).sum(0) / row[0].clamp_min(TINY)
+    return base64.b64encode(numbers.bfloat16().view(torch.int16).numpy().tobytes()).decode()
 
 
 def fingerprints(model: OpenModel) -> dict[str, str]:
-    """Return a model's fingerprints by tensor, in base64 of bfloat16; one decoder layer is in
-    memory at a time."""
+    """Return a model's fingerprints by tensor; one decoder layer is in memory at a time."""
     partial = model.partial
-    layers = {tensor.key: layer for layer in model.architecture.layers for tensor in layer.tensors}
+    layers = model.architecture.layers
+    of_experts = {tensor.key: (layer, tensor) for layer in layers for tensor in layer.tensors}
     by_module = dict[str, list[str]]()
     for key, value in partial.empty.items():
         module = decoder_layer_of(key, model.architecture.decoder_layers) or key.rpartition(".")[0]
@@ -83,32 +60,21 @@ def fingerprints(model: OpenModel) -> dict[str, str]:
     for module, keys in by_module.items():
         partial.load(keys)
         for key in keys:
-            for name, part in _parts(model, layers, key):
-                stored = _numbers(part).bfloat16().view(torch.int16)
-                texts[name] = base64.b64encode(stored.numpy().tobytes()).decode()
+            value = partial.model.get_parameter_or_buffer(key)
+            if key not in of_experts:
+                is_vocabulary = value.dim() > 1 and len(value) == model.vocabulary
+                texts[key] = _text(value[:ROWS] if is_vocabulary else value[None])
+                continue
+            layer, tensor = of_experts[key]
+            value = value.movedim(tensor.dim, 0)[: layer.experts]
+            if "gate_up_proj" not in key:
+                texts[key] = _text(value)
+                continue
+            pair, dim = gate_and_up(partial.model.get_submodule(layer.name), value)
+            for number, name in enumerate(("gate", "up")):
+                texts[key.replace("gate_up", name)] = _text(pair.select(dim, number))
         partial.release(module)
     return texts
-
-
-def _decoded(text: str) -> Tensor:
-    stored = bytearray(base64.b64decode(text))
-    return torch.frombuffer(stored, dtype=torch.bfloat16).float().view(-1, 3)
-
-
-def _move(old: Tensor, new: Tensor) -> str | None:
-    """Return how rows have changed places: [N, 2 C], [N, 2 C]; None if they are others."""
-    count = len(old)
-    if count == 1:
-        return None
-    for step in range(1, count):
-        is_there = (new - old.roll(step, 0)).abs().amax(1) <= TURNED
-        if int(is_there.sum()) >= count - 1:  # one row of a vocabulary comes from the rest of it
-            return f"shifted by {step - count if step > count // 2 else step}"
-    sources = torch.cdist(new, old).argmin(1)
-    is_permuted = sources.unique().numel() == count and bool(
-        (new - old[sources]).abs().amax() <= TURNED
-    )
-    return "permuted" if is_permuted else None
 
 
 def _cause_in(
@@ -132,7 +98,17 @@ def _cause_in(
         whose = "" if is_scaled[:, column].all() else f" of expert {row}"
         return "scale", f"{names[column]}{whose} is multiplied by about {ratios[row, column]:.3g}"
     columns = is_turned.any(0)
-    how = _move(old[:, columns, 1:].flatten(1), new[:, columns, 1:].flatten(1))
+    before = old[:, columns, 1:].flatten(1)
+    after = new[:, columns, 1:].flatten(1)
+    count = len(old)
+    sources = torch.cdist(after, before).argmin(1)
+    how = None
+    if count > 1 and sources.unique().numel() == count:
+        how = "permuted" if (after - before[sources]).abs().amax() <= TURNED else None
+    for step in range(count - 1, 0, -1):
+        is_there = (after - before.roll(step, 0)).abs().amax(1) <= TURNED
+        if int(is_there.sum()) >= count - 1:  # one row of a vocabulary comes from the rest of it
+            how = f"shifted by {step - count if step > count // 2 else step}"
     if how is not None:
         if any("down_proj" in name for name in names):
             return how, f"the experts of {module} are {how} against their router"
@@ -158,9 +134,12 @@ def cause_of_weights(golden: Mapping[str, str], own: Mapping[str, str]) -> str |
         groups.setdefault((name.rpartition(".")[0], len(text)), []).append(name)
     sentences = dict[str, list[str]]()  # by kind
     for (module, _), names in groups.items():
-        old = torch.stack([_decoded(golden[name]) for name in names], 1)
-        new = torch.stack([_decoded(own[name]) for name in names], 1)
-        cause = _cause_in(module, names, old, new)
+        numbers = list[Tensor]()
+        for texts in (golden, own):
+            stored = bytearray(b"".join(base64.b64decode(texts[name]) for name in names))
+            values = torch.frombuffer(stored, dtype=torch.bfloat16).float()
+            numbers.append(values.view(len(names), -1, 3).transpose(0, 1))
+        cause = _cause_in(module, names, *numbers)
         if cause is not None:
             kind, sentence = cause
             sentences.setdefault(kind, []).append(sentence)

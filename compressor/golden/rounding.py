@@ -5,7 +5,7 @@ model whose own format rounds activations, `fp8` is that alone: its weights are 
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,28 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from compressor.checkpoint.quantized import scheme_of
-from compressor.model.constant_experts import (
-    SubstitutedCheckpoint,
-    Substitutes,
-    substitute,
-    substituted_forward,
-)
+from compressor.model.constant_experts import Substitutes, substitute, substituted_forward
 from compressor.model.experts import Change
-from compressor.model.loading import set_tensor
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import TINY, PassPosition
+from compressor.model.streaming import TINY
+from compressor.model.substitution import Substitution
 
 BLOCK = 32  # weights that share a scale in llama.cpp's Q8_0 and Q4_0
 FP8 = "fp8"
-
-
-def constants_of(model: OpenModel) -> Mapping[str, Substitutes]:
-    """Return the constants of an opened model, by experts module."""
-    if not isinstance(model.checkpoint, SubstitutedCheckpoint):
-        return {}
-    return model.checkpoint.substitutes(
-        model.architecture.layers, model.partial.dtype, model.partial.device
-    )
 
 
 def rounded(
@@ -49,12 +35,11 @@ def rounded(
     return result
 
 
-def _to_e4m3(value: Tensor) -> Tensor:
-    return value.to(torch.float8_e4m3fn).float()
+def to_fp8(value: Tensor) -> Tensor:
+    """Round [..., I] to e4m3 with one scale for each row: an output of weights, or a token."""
+    return rounded(value, 448.0, lambda part: part.to(torch.float8_e4m3fn).float(), sys.maxsize)
 
 
-# one scale a row: an output of weights, or a token
-to_fp8: Change = partial(rounded, largest=448.0, nearest=_to_e4m3, block=sys.maxsize)
 WEIGHTS: Mapping[str, Change] = {  # by kind of rounding
     "8-bit": partial(rounded, largest=127),
     FP8: to_fp8,
@@ -94,49 +79,57 @@ def own_rounding(model: OpenModel) -> dict[str, Change]:
     return {module: change for module, change in changes.items() if change}
 
 
-class Rounding:
-    """Rounds a loaded layer's matrices before batches pass it, upon the kinds of rounding before,
-    and fp8's inputs.
+def roundings(model: OpenModel, constants: Mapping[str, Substitutes]) -> dict[str, Substitution]:
+    """Return the variant of a model for each kind of rounding, each upon the finer ones before it.
 
-    Routers stay, as quantisers leave them. A layer that is loaded again is as it was.
-    """
+    They follow the model itself in a pass, for a loaded layer is rounded in place if it can be
+    written to. Routers stay, as quantisers leave them. With fp8 what modules multiply by matrices
+    is rounded, too."""
+    own = own_rounding(model)
+    kinds = (FP8, "8-bit", "4-bit") if own else ("8-bit", FP8, "4-bit")  # the finest first
+    experts = {layer.name for layer in model.architecture.layers}
+    routers = tuple(f"{layer.router}." for layer in model.architecture.layers)
+    matrices = [
+        key
+        for key, value in model.partial.empty.items()
+        if value.dim() > 1 and value.is_floating_point() and not key.startswith(routers)
+    ]
+    modules = {key.rpartition(".")[0] for key in matrices}
+    rounding = own or dict.fromkeys(modules, to_fp8)
+    values = dict[str, Tensor]()  # of a layer, as rounded last
 
-    def __init__(self, model: OpenModel) -> None:
-        self.partial = model.partial
-        self.routers = tuple(f"{layer.router}." for layer in model.architecture.layers)
-        self.constants = constants_of(model)
-        self.own = own_rounding(model)
-        # each is finer than what follows
-        self.kinds = (FP8, "8-bit", "4-bit") if self.own else ("8-bit", FP8, "4-bit")
-        self._done = ("", "")
-
-    def __call__(self, kind: str, position: PassPosition) -> AbstractContextManager[Any]:
-        matrices = {}
-        for key in self.partial.keys_under(position.layer):
-            value = position.model.get_parameter_or_buffer(key)
-            if value.dim() > 1 and value.is_floating_point() and not key.startswith(self.routers):
-                matrices[key] = value
-        if self._done != (position.layer, kind) and not (kind == FP8 and self.own):
-            for key, value in matrices.items():
-                set_tensor(position.model, key, self._rounded(value, kind))
-        self._done = (position.layer, kind)
-        if kind != FP8:
-            return nullcontext()
-        modules = {key.rpartition(".")[0] for key in matrices}
-        changes = self.own or dict.fromkeys(modules, to_fp8)
-        return self._inputs({name: changes[name] for name in modules & changes.keys()}, position)
+    def tensors(kind: str, decoder_layer: str) -> Mapping[str, Tensor] | None:
+        if kind == FP8 and own:
+            return None
+        for key in matrices:
+            if key.startswith(f"{decoder_layer}."):
+                source = values.get(key, model.partial.model.get_parameter_or_buffer(key))
+                is_mapped = model.partial.is_mapped(source)
+                target = torch.empty_like(source) if is_mapped else source
+                parts = (source, target) if source.dim() > 2 else (source[None], target[None])
+                for matrix, rounded_matrix in zip(*parts, strict=True):
+                    rounded_matrix.copy_(WEIGHTS[kind](matrix))
+                values[key] = target
+        last = dict(values)
+        if kind == kinds[-1]:
+            values.clear()
+        return last
 
     @contextmanager
-    def _inputs(self, changes: Mapping[str, Change], position: PassPosition) -> Iterator[None]:
-        """Change what the matrices of a layer's linear modules and experts are multiplied by."""
-        experts = {layer.name for layer in position.moe_layers}
+    def around(live: Any, decoder_layer: str) -> Iterator[None]:
+        """Round what the linear modules and experts of a layer are given."""
         with ExitStack() as undo:
-            for name, change in changes.items():
-                module: Any = position.model.get_submodule(name)
+            for name in sorted(modules & rounding.keys()):
+                if not name.startswith(f"{decoder_layer}."):
+                    continue
+                change = rounding[name]
+                module = live.get_submodule(name)
                 if name in experts:
-                    constants = self.constants.get(name)
-                    module.forward = partial(substituted_forward, module, constants, change=change)
-                    undo.callback(substitute, module, constants)
+                    substitutes = constants.get(name)
+                    module.forward = partial(
+                        substituted_forward, module, substitutes, change=change
+                    )
+                    undo.callback(substitute, module, substitutes)
                 elif isinstance(module, nn.Linear):
                     hook = module.register_forward_pre_hook(
                         lambda _, args, change=change: (change(args[0]), *args[1:])
@@ -144,11 +137,8 @@ class Rounding:
                     undo.enter_context(hook)
             yield
 
-    def _rounded(self, value: Tensor, kind: str) -> Tensor:
-        """Round the matrices of [..., O, I] one by one in float32, in place if the tensor can be
-        written to."""
-        matrices = value if value.dim() > 2 else value[None]
-        targets = torch.empty_like(matrices) if self.partial.is_mapped(value) else matrices
-        for matrix, target in zip(matrices, targets, strict=True):
-            target.copy_(WEIGHTS[kind](matrix))
-        return targets.view_as(value)
+    variants = dict[str, Substitution]()
+    for kind in kinds:
+        inputs = around if kind == FP8 else None
+        variants[kind] = Substitution(partial(tensors, kind), constants=constants, around=inputs)
+    return variants

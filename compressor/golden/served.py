@@ -18,11 +18,10 @@ from compressor.answers.server import (
     Usage,
 )
 from compressor.errors import CompressionError
-from compressor.golden.answers import KEPT, LEAST, GoldenAnswers, GoldenPrompt, Top
+from compressor.golden.answers import KEPT, LEAST, GoldenAnswers, Top
 from compressor.golden.compare import FAR, Answered, widest_band
 from compressor.prompt_date import today
 
-ONE_TOKEN = {"max_tokens": 1, "temperature": 0}
 FORMS: Sequence[Mapping[str, Any]] = (  # of a request for log-probabilities, the best first
     {"logprobs": KEPT, "return_tokens_as_token_ids": True},
     {"logprobs": KEPT},
@@ -132,7 +131,6 @@ def ask_server(golden: GoldenAnswers, server: Server) -> Answered:
 
     Raises `CompressionError` for another vocabulary, and where it gives no log-probabilities.
     """
-    _check_vocabulary(golden, server)
     form = _find_form(golden, server)
     vocabulary = Vocabulary(golden)
 
@@ -145,8 +143,8 @@ def ask_server(golden: GoldenAnswers, server: Server) -> Answered:
         prompt = golden.prompts[prompt_number]
         begin = position + 1
         steps = prompt.continued if begin == len(prompt.given) else 0
-        payload = {"model": server.model, **ONE_TOKEN, **form, "prompt": list(prompt.ids[:begin])}
-        answer = server.ask("/completions", Answer, payload | {"max_tokens": 1 + steps})
+        question = {**form, "prompt": list(prompt.ids[:begin]), "max_tokens": 1 + steps}
+        answer = _ask(server, question)
         pairs = dict[int, Pair]()
         for step in range(1 + steps):
             logs = answer.logs(step)
@@ -168,55 +166,53 @@ def ask_server(golden: GoldenAnswers, server: Server) -> Answered:
     if not any(answers.values()):
         raise CompressionError(
             f"{server.label} gives no log-probabilities; start it so that it does (SGLang and "
-            "vLLM do by default, "
-            "llama-server by its /v1/completions)"
+            "vLLM do by default, llama-server by its /v1/completions)"
         )
     both = [answers.get(number) for number in range(len(golden.top))]
     widest = "fp8" if golden.rounds_inputs else "8-bit"  # where it does not say
     with suppress(ValueError):
         weights = Weights.model_validate(server.facts.get("meta"))
         widest = widest_band(8 * weights.size / weights.n_params)
-    first = [pair and pair[0] for pair in both]
-    second = [pair and pair[1] for pair in both]
-    other_tokens = _other_template(golden, server, vocabulary, both)
-    asked = len(answers) + unanswered
-    return Answered(server.label, second, widest, other_tokens, first, asked, unanswered)
+    return Answered(
+        label=server.label,
+        top=[pair and pair[1] for pair in both],
+        widest=widest,
+        other_tokens=_other_template(golden, server, vocabulary, both),
+        golden=[pair and pair[0] for pair in both],
+        asked=len(answers) + unanswered,
+        unanswered=unanswered,
+    )
 
 
-def _check_vocabulary(golden: GoldenAnswers, server: Server) -> None:
-    """Refuse a server that makes another number of tokens of a text; one more may open it."""
-    texts = [prompt for prompt in golden.prompts if prompt.text is not None]
-    for prompt in texts[:ASKED]:
-        question = {"model": server.model, **ONE_TOKEN, "prompt": prompt.text}
-        counted = server.ask("/completions", Answer, question).counted
-        if counted is not None and counted - prompt.text_tokens not in (0, 1):
-            raise CompressionError(
-                f"{server.label} is a server of another model: it makes {counted} tokens of a "
-                "text that has "
-                f"{prompt.text_tokens} in the golden answers; serve this model, or name that "
-                "one's with --answers"
-            )
+def _ask(server: Server, question: Mapping[str, Any], path: str = "/completions") -> Answer:
+    """Ask for one greedy token, unless the question says otherwise."""
+    settings = {"model": server.model, "max_tokens": 1, "temperature": 0, **question}
+    return server.ask(path, Answer, settings)
 
 
 def _find_form(golden: GoldenAnswers, server: Server) -> Mapping[str, Any]:
-    """Return the settings by which the server gives the most log-probabilities."""
+    """Return the settings by which the server gives the most log-probabilities.
+
+    Refuses one that makes another number of tokens of a text; one more may open it."""
+    texts = [prompt for prompt in golden.prompts if prompt.text is not None]
+    for prompt in texts[:ASKED]:
+        counted = _ask(server, {"prompt": prompt.text}).counted
+        if counted is not None and counted - prompt.text_tokens not in (0, 1):
+            raise CompressionError(
+                f"{server.label} is a server of another model: it makes {counted} tokens of a "
+                f"text that has {prompt.text_tokens} in the golden answers; serve this model, or "
+                "name that one's with --answers"
+            )
     refusal = ""
     for form in FORMS:
-        question = {
-            "model": server.model,
-            **ONE_TOKEN,
-            **form,
-            "prompt": list(golden.prompts[0].ids),
-        }
         try:
-            server.ask("/completions", Answer, question)
+            _ask(server, {**form, "prompt": list(golden.prompts[0].ids)})
             return form
         except RefusedError as error:
             refusal = str(error).partition(";")[0]
     raise CompressionError(
         f"{server.label} gives no log-probabilities of tokens that it is asked by id ({refusal}); "
-        "serve the model by "
-        "vLLM, SGLang or llama-server, or name its folder"
+        "serve the model by vLLM, SGLang or llama-server, or name its folder"
     )
 
 
@@ -227,23 +223,21 @@ def _other_template(
 
     It makes another number of tokens of them, or answers them otherwise than their golden tokens.
     None of them where the template writes the date, which is another one today."""
-    if golden.date not in (None, today()):
+    if not golden.is_chat or golden.date not in (None, today()):
         return ()
     numbers = list[int]()
-    chats = [
-        (number, prompt) for number, prompt in enumerate(golden.prompts) if _is_chat(golden, prompt)
-    ]
-    for number, prompt in chats[:ASKED]:
+    chats = list[int]()
+    for number, prompt in enumerate(golden.prompts):
+        # few servers take tools, and none renders part of a prompt
+        is_whole = prompt.rendered_tokens == len(prompt.given) > 0
+        if is_whole and prompt.text and not prompt.tools:
+            chats.append(number)
+    for number in chats[:ASKED]:
+        prompt = golden.prompts[number]
         messages = [{"role": "user", "content": prompt.text}]
-        question = {
-            "model": server.model,
-            **ONE_TOKEN,
-            "messages": messages,
-            "logprobs": True,
-            "top_logprobs": KEPT,
-        }
+        question = {"messages": messages, "logprobs": True, "top_logprobs": KEPT}
         try:
-            answer = server.ask("/chat/completions", Answer, question)
+            answer = _ask(server, question, "/chat/completions")
         except RefusedError:  # it takes no chats
             continue
         last = golden.places.index((number, len(prompt.given) - 1))
@@ -256,14 +250,3 @@ def _other_template(
         if differs:
             numbers.append(number)
     return tuple(numbers)
-
-
-def _is_chat(golden: GoldenAnswers, prompt: GoldenPrompt) -> bool:
-    """Return True for a prompt that a server can render: whole, and without tools, which few
-    servers take."""
-    return (
-        golden.is_chat
-        and not prompt.tools
-        and prompt.rendered_tokens == len(prompt.given) > 0
-        and bool(prompt.text)
-    )

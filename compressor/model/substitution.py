@@ -2,7 +2,9 @@
 in memory."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -13,22 +15,23 @@ from compressor.model.opened import OpenModel
 from compressor.model.streaming import Forward, LayerVisitor
 
 LayerTensors = Callable[[str], Mapping[str, Tensor] | None]
-
-
-def _unchanged(decoder_layer: str) -> None:
-    """Return no tensors: the layer stays as it is."""
+Around = Callable[[Any, str], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Substitution:
-    """A variant of a model: other tensors in its decoder layers, and constants in place of experts.
+    """A variant of a model: other tensors in its decoder layers, constants in place of experts, and
+    changes of how layers compute.
 
     `tensors` returns tensors by state-dict key for a decoder layer that is loaded, or None to leave
-    it unchanged. All other tensors of a layer are the model's own."""
+    it unchanged. All other tensors of a layer are the model's own. `around` returns a context in
+    which each forward of a decoder layer runs, such as one with hooks: it takes the live model that
+    holds the layer, and the layer's name."""
 
-    tensors: LayerTensors = _unchanged
+    tensors: LayerTensors | None = None
     experts: int | None = None  # None: the model's number
     constants: Mapping[str, Substitutes] = field(default_factory=dict)  # by experts module
+    around: Around | None = None
 
 
 AS_IT_IS = Substitution()
@@ -88,51 +91,47 @@ class SideBySide(LayerVisitor):
     """Passes every batch through the layers of its own variant, on the outputs of that variant's
     earlier layers.
 
-    `variants` holds the index of each batch's variant among the `substitutions`, or None for the
-    model's own layers. Batches of a variant follow one another, so that only one variant of a layer
-    is in memory beside the model's."""
+    `variants` are the substitutions by batch. Batches of a variant follow one another, so that only
+    one variant of a layer is in memory beside the model's."""
 
     repeatable = True
 
-    def __init__(
-        self,
-        model: OpenModel,
-        substitutions: Sequence[Substitution],
-        variants: Sequence[int | None],
-    ) -> None:
+    def __init__(self, model: OpenModel, variants: Sequence[Substitution]) -> None:
         self.model = model
-        self.substitutions = substitutions
         self.variants = variants
         self._smaller: dict[int | None, SmallerModel] = {}  # by experts
-        self._filled: int | None = None  # the variant whose layer is ready
+        self._filled: Substitution | None = None  # the variant whose layer is ready
         self._forward: Forward | None = None  # of that layer; None: the model's own
+        self._live = model.partial.model  # that holds that layer
 
     def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
         variant = self.variants[self.at.batch]
-        if variant is None:
-            return layer_forward
-        if variant != self._filled:
-            self._release()
-            self._fill(decoder_layer, variant)
-        return self._forward or layer_forward
+        if variant is not self._filled:
+            self.on_layer_end(decoder_layer)
+            tensors = variant.tensors(decoder_layer) if variant.tensors else None
+            names = [layer.name for layer in self.at.moe_layers if layer.name in variant.constants]
+            if tensors is not None or names:
+                if variant.experts not in self._smaller:
+                    self._smaller[variant.experts] = SmallerModel(self.model, variant.experts)
+                smaller = self._smaller[variant.experts]
+                self._forward = smaller.fill(decoder_layer, tensors or {})
+                self._live = smaller.model
+                smaller.put_constants({name: variant.constants[name] for name in names})
+            self._filled = variant
+        forward = self._forward or layer_forward
+        if variant.around is None:
+            return forward
+        context = variant.around(self._live, decoder_layer)
+
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            with context:
+                return forward(*args, **kwargs)
+
+        return changed
 
     def on_layer_end(self, decoder_layer: str) -> None:
-        self._release()
-
-    def _fill(self, decoder_layer: str, variant: int) -> None:
-        substitution = self.substitutions[variant]
-        tensors = substitution.tensors(decoder_layer)
-        names = [layer.name for layer in self.at.moe_layers if layer.name in substitution.constants]
-        if tensors is not None or names:
-            if substitution.experts not in self._smaller:
-                self._smaller[substitution.experts] = SmallerModel(self.model, substitution.experts)
-            smaller = self._smaller[substitution.experts]
-            self._forward = smaller.fill(decoder_layer, tensors or {})
-            smaller.put_constants({name: substitution.constants[name] for name in names})
-        self._filled = variant
-
-    def _release(self) -> None:
         for smaller in self._smaller.values():
             smaller.release()
         self._filled = None
         self._forward = None
+        self._live = self.model.partial.model

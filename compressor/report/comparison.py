@@ -370,8 +370,9 @@ class _Bench:
                         seconds += time.perf_counter() - begin
                     else:
                         variants = [Substitution(constants=constants)]
+                        phase = f"{name}, {count}"
                         (figures,) = self.evaluator.measure(
-                            model, variants, (), self.progress, f"{name}, {count}"
+                            model, variants, progress=self.progress, phase=phase
                         )
                 yield self.row(
                     figures,

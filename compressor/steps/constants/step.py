@@ -8,10 +8,10 @@ checkpoint is compared with the source by a forward of our own."""
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from compressor.checkpoint.reader import DTYPE_NAMES, Checkpoint
 from compressor.checkpoint.source import ModelSource
 from compressor.divergence.evaluator import FEWEST
+from compressor.divergence.logits import read_logits
 from compressor.errors import CompressionError
 from compressor.model.constant_experts import (
     FIELD,
@@ -36,8 +37,7 @@ from compressor.model.opened import (
     pick_dtype,
     refuse_shared_experts,
 )
-from compressor.model.streaming import LayerVisitor, Pass
-from compressor.model.substitution import SideBySide, Substitution
+from compressor.model.substitution import Substitution
 from compressor.model.verification import check_carried
 from compressor.recipe.plan import UNEVEN, ExpertPlan
 from compressor.recipe.step import StepOptions
@@ -392,25 +392,6 @@ def refuse_model(model: OpenModel) -> None:
             )
 
 
-@dataclass(slots=True)
-class _Outputs(LayerVisitor):
-    logits: list[Tensor] = field(default_factory=list)
-
-    def on_batch_end(self, batch: int, output: Any) -> None:
-        self.logits.append(output[0].detach().float().cpu())
-
-
-def logits_with(
-    model: OpenModel, substitution: Substitution, batches: Sequence[Tensor]
-) -> list[Tensor]:
-    """Return the logits [B, L, V] of each batch of token ids [B, L] by a variant of the model."""
-    outputs = _Outputs()
-    Pass(model, batches, to_end=True).run(
-        SideBySide(model, [substitution], [0] * len(batches)), outputs
-    )
-    return outputs.logits
-
-
 def read_constants(
     folder: Path, dtype: str = "auto", device: str = "auto"
 ) -> tuple[OpenModel, ConstantsByLayer]:
@@ -428,8 +409,10 @@ def check_forward(folder: Path, source: OpenModel, substitution: Substitution) -
     """Refuse a written checkpoint that does not compute what this variant of the source does."""
     tokens = torch.arange(CHECKED)[None] * 7919 % source.vocabulary
     written, constants = read_constants(folder, source.dtype_name, str(source.partial.device))
-    [expected] = logits_with(source, substitution, [tokens])
-    [logits] = logits_with(written, Substitution(constants=constants), [tokens])
+    everywhere = torch.ones(tokens.shape, dtype=torch.bool)
+    [expected] = read_logits(source, [(substitution, tokens, everywhere)], Tensor.float)
+    substituted = Substitution(constants=constants)
+    [logits] = read_logits(written, [(substituted, tokens, everywhere)], Tensor.float)
     difference = float((logits - expected).abs().max())
     if not difference <= TOLERANCE * max(float(expected.abs().max()), 1e-6):
         raise CompressionError(

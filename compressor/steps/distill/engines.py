@@ -17,9 +17,11 @@ import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +37,7 @@ from compressor.model.loading import saved_names, set_tensor
 from compressor.model.moe_layer import layers_by_decoder_layer
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import ReversePass, ReverseVisitor
+from compressor.model.substitution import Substitution
 from compressor.steps.distill.objective import NotFiniteError, Objective
 from compressor.steps.distill.options import Distill
 from compressor.steps.tensors import refuse_overflow
@@ -69,9 +72,12 @@ class TrainedLayer:
             # a factor is independent of the others
             digest = hashlib.sha256(f"{seed} {key}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:6], "big"))
-            factors = begin_factors(tuple(stored[key].shape), rank, generator)
-            for name, factor in zip(_names(key), factors, strict=True):
-                masters[name] = factor.to(stored[key].device)
+            *experts, rows, columns = stored[key].shape
+            uniform = torch.rand(*experts, rank, columns, generator=generator) * 2 - 1
+            first, second = _names(key)
+            # A is uniform in ±1 / sqrt(N) and B zero, so that W is W0 at first
+            masters[first] = (uniform / math.sqrt(columns)).to(stored[key].device)
+            masters[second] = torch.zeros(*experts, rows, rank, device=stored[key].device)
         return masters
 
     def values(self, stored: Tensors, masters: Tensors) -> Tensors:
@@ -81,8 +87,14 @@ class TrainedLayer:
         """
         values = {key: masters[key] for key in self.whole}
         for key in self.factored:
-            first, second = _names(key)
-            values[key] = merged(stored[key], masters[first], masters[second])
+            weight = stored[key]
+            first, second = (masters[name] for name in _names(key))
+            values[key] = torch.baddbmm(
+                weight.float().reshape(-1, *weight.shape[-2:]),
+                second.reshape(-1, *second.shape[-2:]),
+                first.reshape(-1, *first.shape[-2:]),
+                alpha=SCALE,
+            ).view(weight.shape)
         return values
 
     def gradients(self, model: nn.Module, masters: Tensors) -> Tensors:
@@ -151,26 +163,6 @@ def trained_layers(model: OpenModel, options: Distill) -> tuple[TrainedLayer, ..
         if whole or factored:
             trained.append(TrainedLayer(decoder_layer, tuple(whole), tuple(factored)))
     return tuple(trained)
-
-
-def begin_factors(
-    shape: tuple[int, ...], rank: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """A and B of a weight of this shape in float32: A uniform in ±1 / sqrt(N), B zero, so that W is
-    W0 at first."""
-    *experts, rows, columns = shape
-    first = torch.rand(*experts, rank, columns, generator=generator) * 2 - 1
-    return first / math.sqrt(columns), torch.zeros(*experts, rows, rank)
-
-
-def merged(weight: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """W in float32, of W0, A and B."""
-    return torch.baddbmm(
-        weight.float().reshape(-1, *weight.shape[-2:]),
-        second.reshape(-1, *second.shape[-2:]),
-        first.reshape(-1, *first.shape[-2:]),
-        alpha=SCALE,
-    ).view(weight.shape)
 
 
 def stored_dtypes(model: OpenModel, layers: Sequence[TrainedLayer]) -> dict[str, torch.dtype]:
@@ -318,16 +310,22 @@ class _Engine:
     def loaded(self, layer: TrainedLayer) -> Tensors:
         return {key: self.model.partial.model.get_parameter(key).detach() for key in layer.keys}
 
-    def put(self, layer: TrainedLayer, stored: Tensors, masters: Tensors, train: bool) -> None:
-        """Put a layer's masters into the loaded layer: with gradients, or rounded as they would be
-        stored."""
+    def put(self, layer: TrainedLayer, stored: Tensors, masters: Tensors) -> None:
+        """Put a layer's masters into the loaded layer, to get gradients."""
         partial = self.model.partial
         for key, value in layer.values(stored, masters).items():
-            if not train:
-                value = value.to(self.stored[key]).float()
             # what is loaded may be the checkpoint's own file, mapped: it is replaced, never written
             computed = value.detach().to(partial.device, partial.empty[key].dtype)
-            set_tensor(partial.model, key, nn.Parameter(computed, requires_grad=train))
+            set_tensor(partial.model, key, nn.Parameter(computed, requires_grad=True))
+
+    def rounded(self, layer: TrainedLayer, stored: Tensors, masters: Tensors) -> Tensors:
+        """Return what a layer computes with once its masters are stored."""
+        partial = self.model.partial
+        rounded = dict[str, Tensor]()
+        for key, value in layer.values(stored, masters).items():
+            value = value.detach().to(self.stored[key]).float()
+            rounded[key] = value.to(partial.device, partial.empty[key].dtype)
+        return rounded
 
     def values(self, folder: Path, decoder_layer: str) -> Tensors:
         """Return a layer's trained tensors in float32 in a kept state, by state-dict key.
@@ -338,8 +336,8 @@ class _Engine:
         layer = self.layers[decoder_layer]
         partial.release(decoder_layer)
         partial.load(layer.keys)
-        masters = kept_state(folder, decoder_layer, partial.device, moments=False).masters
-        values = layer.values(self.loaded(layer), masters)
+        state = kept_state(folder, decoder_layer, partial.device, moments=False)
+        values = layer.values(self.loaded(layer), state.masters)
         partial.release(decoder_layer)
         return values
 
@@ -361,13 +359,26 @@ class InMemory(_Engine):
     def step(self, objective: Objective, rate: float) -> None:
         """Take one step on the objective's batches. Raises `NotFiniteError` where a loss or a
         gradient is no number."""
+        partial = self.model.partial
         for decoder_layer, layer in self.layers.items():
-            self.put(layer, self.read, self.states[decoder_layer].masters, train=True)
+            self.put(layer, self.read, self.states[decoder_layer].masters)
         failed = 0.0
-        try:
-            self._backward(objective)
-        except NotFiniteError:
-            failed = 1.0
+        with ExitStack() as stack:
+            for decoder_layer in self.model.architecture.decoder_layers:
+                module: Any = partial.model.get_submodule(decoder_layer)
+                module.forward = objective.wrap_forward(decoder_layer, module.forward)
+                stack.callback(module.__dict__.pop, "forward")
+            stack.enter_context(torch.enable_grad())
+            for number, batch in enumerate(objective.batches):
+                if failed or not len(batch.tokens):
+                    continue
+                objective.on_batch_start(number)
+                inputs = forward_inputs(batch.tokens, partial.device, partial.dtype)
+                try:
+                    output = partial.model(**inputs, use_cache=False)
+                    objective.loss(number, output).backward()
+                except NotFiniteError:
+                    failed = 1.0
         sums = torch.tensor([failed, *objective.parts.values()], dtype=torch.float64)
         failures, *parts = ranks().all_reduce(sums).tolist()
         objective.parts = dict(zip(objective.parts, parts, strict=True))
@@ -375,37 +386,19 @@ class InMemory(_Engine):
             raise NotFiniteError
         for decoder_layer, layer in self.layers.items():
             state = self.states[decoder_layer]
-            gradients = layer.gradients(self.model.partial.model, state.masters)
+            gradients = layer.gradients(partial.model, state.masters)
             gradients = {name: ranks().all_reduce(value) for name, value in gradients.items()}
             update(state, gradients, self.options.optimiser, rate)
-
-    def _backward(self, objective: Objective) -> None:
-        """Take the gradients of all batches' losses, the layers' forwards as the objective has
-        them."""
-        partial = self.model.partial
-        modules = {
-            decoder_layer: partial.model.get_submodule(decoder_layer)
-            for decoder_layer in self.model.architecture.decoder_layers
-        }
-        try:
-            for decoder_layer, module in modules.items():
-                module.forward = objective.wrap_forward(decoder_layer, module.forward)
-            with torch.enable_grad():
-                for number, batch in enumerate(objective.batches):
-                    if len(batch.tokens):
-                        objective.on_batch_start(number)
-                        inputs = forward_inputs(batch.tokens, partial.device, partial.dtype)
-                        objective.loss(number, partial.model(**inputs, use_cache=False)).backward()
-        finally:
-            for module in modules.values():
-                module.__dict__.pop("forward", None)
 
     @torch.no_grad()
     def evaluated(self, evaluator: Evaluator) -> Figures:
         """Return the figures of the model as it would be stored now."""
+        live = self.model.partial.model
         for decoder_layer, layer in self.layers.items():
-            self.put(layer, self.read, self.states[decoder_layer].masters, train=False)
-        return evaluator.measure_loaded(self.model.partial.model)
+            masters = self.states[decoder_layer].masters
+            for key, value in self.rounded(layer, self.read, masters).items():
+                set_tensor(live, key, value)
+        return evaluator.measure_loaded(live)
 
     def save(self, folder: Path) -> None:
         for decoder_layer, state in self.states.items():
@@ -418,73 +411,71 @@ class InMemory(_Engine):
         }
 
 
-class Streamed(_Engine):
+class Streamed(_Engine, ReverseVisitor):
     """The same with one layer loaded at a time; the present state of all layers is in the folder
-    `now`."""
+    `now`.
+
+    Layers compute with their masters there, which are updated on the way back."""
 
     def __init__(self, model: OpenModel, options: Distill, seed: int, now: Path) -> None:
         super().__init__(model, options, seed)
         self.now = now
+        self.rate = 0.0
         shutil.rmtree(now, ignore_errors=True)
         for decoder_layer, layer in self.layers.items():
             model.partial.load(layer.keys)
-            keep_state(
-                now, decoder_layer, LayerState(layer.begin(self.loaded(layer), options.rank, seed))
-            )
+            masters = layer.begin(self.loaded(layer), options.rank, seed)
+            keep_state(now, decoder_layer, LayerState(masters))
             model.partial.release(decoder_layer)
 
     def step(self, objective: Objective, rate: float) -> None:
+        self.rate = rate
         run = ReversePass(self.model, [batch.tokens for batch in objective.batches])
-        run.run(objective.loss, _Masters(self, rate), objective)
+        run.run(objective.loss, self, objective)
+
+    def state(self, decoder_layer: str, moments: bool = True) -> LayerState:
+        return kept_state(self.now, decoder_layer, self.model.partial.device, moments)
+
+    def on_layer_loaded(self, decoder_layer: str) -> None:
+        layer = self.layers.get(decoder_layer)
+        if layer is not None:
+            self.put(layer, self.loaded(layer), self.state(decoder_layer, False).masters)
+
+    def on_reverse_end(self, decoder_layer: str) -> None:
+        layer = self.layers.get(decoder_layer)
+        if layer is not None:
+            state = self.state(decoder_layer)
+            gradients = layer.gradients(self.model.partial.model, state.masters)
+            update(state, gradients, self.options.optimiser, self.rate)
+            keep_state(self.now, decoder_layer, state)
 
     @torch.no_grad()
     def evaluated(self, evaluator: Evaluator) -> Figures:
-        return evaluator.measure(self.model, visitors=[_Masters(self)])[0]
+        def tensors(decoder_layer: str) -> Tensors | None:
+            layer = self.layers.get(decoder_layer)
+            if layer is None:
+                return None
+            return self.rounded(layer, self.loaded(layer), self.state(decoder_layer, False).masters)
+
+        return evaluator.measure(self.model, [Substitution(tensors)])[0]
 
     def save(self, folder: Path) -> None:
-        _linked(self.now, folder, self.layers)
+        _link(self.now, folder)
 
     def load(self, folder: Path) -> None:
-        _linked(folder, self.now, self.layers)
+        _link(folder, self.now)
 
 
 Engine = InMemory | Streamed
 
 
-class _Masters(ReverseVisitor):
-    """Layers compute with their masters in `now`: rounded as stored, or trained and updated on the
-    way back."""
-
-    def __init__(self, engine: Streamed, rate: float | None = None) -> None:
-        self.engine = engine
-        self.rate = rate
-
-    def on_layer_loaded(self, decoder_layer: str) -> None:
-        engine = self.engine
-        layer = engine.layers.get(decoder_layer)
-        if layer is not None:
-            masters = kept_state(
-                engine.now, decoder_layer, engine.model.partial.device, moments=False
-            ).masters
-            engine.put(layer, engine.loaded(layer), masters, train=self.rate is not None)
-
-    def on_reverse_end(self, decoder_layer: str) -> None:
-        engine = self.engine
-        layer = engine.layers.get(decoder_layer)
-        if self.rate is not None and layer is not None:
-            state = kept_state(engine.now, decoder_layer, engine.model.partial.device)
-            gradients = layer.gradients(engine.model.partial.model, state.masters)
-            update(state, gradients, engine.options.optimiser, self.rate)
-            keep_state(engine.now, decoder_layer, state)
-
-
-def _linked(source: Path, folder: Path, layer_names: Mapping[str, TrainedLayer]) -> None:
+def _link(source: Path, folder: Path) -> None:
     """Give every layer's file, which is never written again, a name in another folder, too; or copy
     it there."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for decoder_layer in layer_names:
+    for path in source.glob("*.safetensors"):
         try:
-            os.link(file_of(source, decoder_layer), file_of(folder, decoder_layer))
+            os.link(path, folder / path.name)
         except OSError:
-            shutil.copyfile(file_of(source, decoder_layer), file_of(folder, decoder_layer))
+            shutil.copyfile(path, folder / path.name)

@@ -196,23 +196,18 @@ class Objective(ReverseVisitor):
             if not torch.is_grad_enabled():
                 return output
             hidden, *others = (output,) if isinstance(output, Tensor) else output
-            hidden = Added.apply(hidden, self._part("hidden_states", self._distance(hidden)))
+            batch = self.batches[self.batch]
+            assert batch.base.hidden is not None
+            target = batch.base.hidden.to(hidden.device).float()
+            weights = batch.weights.to(hidden.device)
+            # by sequence, the square distance from the base's states over their own square
+            error = ((hidden.float() - target).square() * weights[..., None]).sum((1, 2))
+            size = (target.square() * weights[..., None]).sum((1, 2))
+            distance = (error / size.clamp_min(1e-12) * weights.sum(1)).sum() / self.counted
+            hidden = Added.apply(hidden, self._part("hidden_states", distance))
             return hidden if isinstance(output, Tensor) else (hidden, *others)
 
         return forward
-
-    def _distance(self, hidden: Tensor) -> Tensor:
-        """Return the square distance from the base's states over their own square, by sequence.
-
-        Its share of the mean.
-        """
-        batch = self.batches[self.batch]
-        assert batch.base.hidden is not None
-        target = batch.base.hidden.to(hidden.device).float()
-        weights = batch.weights.to(hidden.device)
-        error = ((hidden.float() - target).square() * weights[..., None]).sum((1, 2))
-        size = (target.square() * weights[..., None]).sum((1, 2))
-        return (error / size.clamp_min(1e-12) * weights.sum(1)).sum() / self.counted
 
 
 class Added(torch.autograd.Function):

@@ -63,11 +63,6 @@ class Evaluation:
     # of several sources, where these are balanced
     kl_by_source: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def criterion(self) -> float:
-        """The KL by which the best state is chosen: of balanced sources the largest."""
-        return max(self.kl_by_source.values(), default=self.kl)
-
 
 @dataclass(slots=True)
 class TrainingState:
@@ -90,6 +85,10 @@ class TrainingState:
         before = self.curve[0]
         step = self.best if gained.accepted else 0
         after = next(evaluation for evaluation in self.curve if evaluation.step == step)
+        curve = [asdict(evaluation) for evaluation in self.curve]
+        for content in curve:
+            if not content["kl_by_source"]:
+                del content["kl_by_source"]
         return {
             "changed": gained.accepted,
             "before": before.kl,
@@ -103,7 +102,7 @@ class TrainingState:
             "sequences": gained.sequences,
             "best": self.best,
             "ended": self.ended,
-            "curve": [_plain(entry) for entry in self.curve],
+            "curve": curve,
         }
 
     @property
@@ -117,14 +116,6 @@ class TrainingState:
                 weights, torch.tensor([entry.kl_by_source[name] for name in names]).double()
             )
         return dict(zip(names, weights.tolist(), strict=True))
-
-
-def _plain(entry: Evaluation) -> dict[str, Any]:
-    """Return an evaluation as a plan has it."""
-    content = asdict(entry)
-    if not entry.kl_by_source:
-        del content["kl_by_source"]
-    return content
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +204,8 @@ class Training:
         if not (math.isfinite(evaluation.kl) and math.isfinite(evaluation.loss)):
             return replace(state, ended=NOT_A_NUMBER)
         curve = (*state.curve, evaluation)
-        best = min(curve, key=lambda entry: entry.criterion)
+        # of balanced sources the largest KL counts
+        best = min(curve, key=lambda entry: max(entry.kl_by_source.values(), default=entry.kl))
         ended = None
         if evaluation.kl > DIVERGED * state.curve[0].kl:
             ended = APART
@@ -239,49 +231,40 @@ def distill(options: Distill, run: State) -> Result:
     folder = run.kept("distill")
     trained = folder / "made"
     figures = read_metadata(trained / FIGURES)
-    if figures is None:  # else of an earlier run
-        if options.stream and not ranks().is_alone:
-            raise CompressionError(
-                f"distill: stream trains in one process, and {ranks().size} were started; start one"
-            )
-        stored_dtypes(run.model, trained_layers(run.model, options))
-        figures = _train(options, run, folder, trained)
-    return Result(figures, map(load_tensors, sorted(trained.glob("layer-*.safetensors"))))
-
-
-def _train(options: Distill, run: State, folder: Path, trained: Path) -> dict[str, Any]:
-    """Train, and write each layer's tensors to the folder `trained`; none if the result is not
-    accepted."""
+    if figures is not None:  # of an earlier run
+        return Result(figures, map(load_tensors, sorted(trained.glob("layer-*.safetensors"))))
+    model = run.model
+    if options.stream and not ranks().is_alone:
+        raise CompressionError(
+            f"distill: stream trains in one process, and {ranks().size} were started; start one"
+        )
+    stored_dtypes(model, trained_layers(model, options))
     batches, answers, evaluator = run.teacher_outputs()
     require_enough(evaluator.sequences, "distill")
     assert run.text is not None
-    text = training_text(
-        batches, answers, options, run.base, run.text.emphasis, run.text.part_sources[run.part]
-    )
+    sources = run.text.part_sources[run.part]
+    text = training_text(batches, answers, options, run.base, run.text.emphasis, sources)
     current = folder / "now"
     steps = folder / "steps"
     if options.stream:
-        engine: Engine = Streamed(run.model, options, run.seed, current)
+        engine: Engine = Streamed(model, options, run.seed, current)
     else:
-        engine = InMemory(run.model, options, run.seed)
+        engine = InMemory(model, options, run.seed)
     try:
         training = Training(engine, text, evaluator, steps, run.progress)
         state = training.run()
         figures = state.result()
-        if not ranks().is_first:
-            return figures
-        shutil.rmtree(trained, ignore_errors=True)
-        for number, decoder_layer in enumerate(engine.layers if figures["changed"] else ()):
-            values = engine.values(training.folder(state.best), decoder_layer)
-            tensors = stored_tensors(run.model, values, engine.stored)
-            save_tensors(
-                trained / f"layer-{number:05d}.safetensors",
-                tensors,
-                {"decoder_layer": decoder_layer},
-            )
+        if ranks().is_first:
+            shutil.rmtree(trained, ignore_errors=True)
+            for number, decoder_layer in enumerate(engine.layers if figures["changed"] else ()):
+                values = engine.values(training.folder(state.best), decoder_layer)
+                tensors = stored_tensors(model, values, engine.stored)
+                facts = {"decoder_layer": decoder_layer}
+                save_tensors(trained / f"layer-{number:05d}.safetensors", tensors, facts)
     finally:
-        run.model.partial.release("")
-    save_tensors(trained / FIGURES, {}, figures)
-    for path in (current, steps):
-        shutil.rmtree(path, ignore_errors=True)
-    return figures
+        model.partial.release("")
+    if ranks().is_first:
+        save_tensors(trained / FIGURES, {}, figures)
+        for path in (current, steps):
+            shutil.rmtree(path, ignore_errors=True)
+    return Result(figures, map(load_tensors, sorted(trained.glob("layer-*.safetensors"))))

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.model.router_logits import Product, router_weight, watched
 from compressor.model.streaming import LayerVisitor, Pass, ReversePass, ReverseVisitor
-from compressor.model.substitution import Substitution
+from compressor.model.substitution import LayerTensors, Substitution
 from compressor.progress import Progress
 
 RIDGES = (0.01, 1.0)  # of the mean square of a router's inputs, and of its logits' gradients
@@ -71,10 +70,9 @@ class Round:
     def of(cls, before: Figures, trial: RouterTrial, forced: bool = False) -> "Round":
         """Return the step of a trial, if its gain is accepted or it is forced; else one of zero."""
         gained = Difference.of(before.kl, trial.figures.kl)
-        is_taken = forced or gained.accepted
-        return (
-            cls(trial.ridge, trial.step, gained.gain, gained.standard_error) if is_taken else cls()
-        )
+        if not forced and not gained.accepted:
+            return cls()
+        return cls(trial.ridge, trial.step, gained.gain, gained.standard_error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,36 +86,36 @@ class Calibrated:
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
-class _WithWeights(ReverseVisitor):
-    """Substitutes these router tensors in a model, in the dtype of its own."""
+def _layer_tensors(model: OpenModel, weights: Weights) -> LayerTensors:
+    """Return these router tensors by decoder layer, in the dtype of the model's own."""
 
-    def __init__(self, model: OpenModel, weights: Weights) -> None:
-        self.model = model.partial.model
-        self.weights = weights
+    def tensors(decoder_layer: str) -> Weights | None:
+        changed = dict[str, Tensor]()
+        for key, weight in weights.items():
+            if key.startswith(f"{decoder_layer}."):
+                present = model.partial.model.get_parameter_or_buffer(key)
+                changed[key] = weight.to(present.device, present.dtype)
+        return changed or None
+
+    return tensors
+
+
+class _Substituted(ReverseVisitor):
+    """Puts tensors into the live model for a pass with gradients."""
+
+    def __init__(self, tensors: LayerTensors) -> None:
+        self.tensors = tensors
 
     def on_layer_loaded(self, decoder_layer: str) -> None:
-        for key, weight in (_tensors_under(decoder_layer, self.model, self.weights) or {}).items():
-            set_tensor(self.model, key, weight)
-
-
-def _tensors_under(decoder_layer: str, model: Any, weights: Weights) -> Weights | None:
-    """Return the router tensors of a decoder layer, like those of the model, by key; None if there
-    are none."""
-    tensors = {}
-    for key, weight in weights.items():
-        if key.startswith(f"{decoder_layer}."):
-            present = attrgetter(key)(model)
-            tensors[key] = weight.to(present.device, present.dtype)
-    return tensors or None
+        for key, value in (self.tensors(decoder_layer) or {}).items():
+            set_tensor(self.at.model, key, value)
 
 
 def evaluate_trials(
     model: OpenModel, evaluator: Evaluator, trials: Sequence[Weights]
 ) -> list[Figures]:
-    tensors = [
-        partial(_tensors_under, model=model.partial.model, weights=weights) for weights in trials
-    ]
-    return evaluator.measure(model, [Substitution(of_trial) for of_trial in tensors])
+    variants = [Substitution(_layer_tensors(model, weights)) for weights in trials]
+    return evaluator.measure(model, variants)
 
 
 def calibrate_weights(
@@ -256,9 +254,8 @@ def _moments(
         return (top_divergence(base, output.logits) * counting).sum()
 
     gradients = RouterGradients()
-    ReversePass(model, [tokens for tokens, _ in text]).run(
-        loss, _WithWeights(model, weights), gradients
-    )
+    substituted = _Substituted(_layer_tensors(model, weights))
+    ReversePass(model, [tokens for tokens, _ in text]).run(loss, substituted, gradients)
     return gradients.moments
 
 
@@ -275,20 +272,20 @@ def line_search(
     A largest step that wins is doubled up to `largest`.
     """
 
-    def best(choices: Sequence[tuple[float, float]], *known: RouterTrial) -> RouterTrial:
+    choices = [(ridge, step) for ridge in ridges for step in steps]
+    longest = max(steps)
+    trials = list[RouterTrial]()
+    while True:
         weights = [moved(*choice) for choice in choices]
         measured = evaluate_trials(model, evaluator, weights)
-        trials = list(known)
         for choice, tried, figures in zip(choices, weights, measured, strict=True):
             trials.append(RouterTrial(*choice, tried, figures))
-        return min(trials, key=lambda trial: trial.figures.means["kl"])
-
-    trial = best([(ridge, step) for ridge in ridges for step in steps])
-    longest = max(steps)
-    while trial.step == longest and 2 * trial.step <= largest:
-        longest = 2 * trial.step
-        trial = best([(trial.ridge, longest)], trial)
-    return trial
+        best = min(trials, key=lambda trial: trial.figures.means["kl"])
+        if best.step != longest or 2 * longest > largest:
+            return best
+        trials = [best]
+        longest *= 2
+        choices = [(best.ridge, longest)]
 
 
 def _moved(weights: Weights, moments: Mapping[str, Moments], ridge: float, step: float) -> Weights:

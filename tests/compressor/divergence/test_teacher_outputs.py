@@ -43,31 +43,22 @@ def test_the_likeliest_tokens_are_kept_and_the_mass_of_the_others(name: str, tmp
         torch.testing.assert_close(found.others.double().exp(), rest, atol=1e-6, rtol=1e-3)
 
 
-def test_divergence_is_the_full_one_where_all_is_kept_and_a_little_less_otherwise(tmp_path: Path) -> None:
+def test_divergence_and_its_gradient_are_the_full_ones_where_all_is_kept(tmp_path: Path) -> None:
     stock, model = opened("mixtral", tmp_path)
     (tokens,) = batches(stock, (2,))
     logs = log_probabilities(stock, tokens)
-    other = (logs + 0.3 * torch.randn(logs.shape, generator=torch.Generator().manual_seed(0))).float()
+    other = (logs + 0.3 * torch.randn(logs.shape, generator=torch.Generator().manual_seed(0))).float().requires_grad_()
     expected = full(logs, other)
     (kept,) = read_base(model, {"text": [tokens]}, None, Silent(), tmp_path / "kept")["text"]
     found = top_divergence(kept, other)
-    assert (found <= expected + 1e-5).all() and (found > 0.8 * expected).all()
-    whole = logs.float().topk(logs.shape[-1])
-    everything = Distributions(whole.indices.int(), whole.values, torch.full(tokens.shape, base_answers.LEAST))
-    torch.testing.assert_close(top_divergence(everything, other).double(), expected, atol=1e-5, rtol=1e-4)
+    assert (found <= expected + 1e-5).all() and (found > 0.8 * expected).all()  # a little less
     assert top_divergence(kept, logs.float()).abs().max() < 1e-5  # nothing is as near as the same
-
-
-def test_its_gradient_is_that_of_the_full_divergence(tmp_path: Path) -> None:
-    stock, _ = opened("mixtral", tmp_path)
-    (tokens,) = batches(stock, (1,))
-    logs = log_probabilities(stock, tokens)
-    other = torch.randn(logs.shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
     whole = logs.float().topk(logs.shape[-1])
     everything = Distributions(whole.indices.int(), whole.values, torch.full(tokens.shape, base_answers.LEAST))
-    (found,) = torch.autograd.grad(top_divergence(everything, other).sum(), other)
-    (expected,) = torch.autograd.grad(full(logs, other).sum(), other)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-3)
+    found = top_divergence(everything, other)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-4)
+    gradients = [torch.autograd.grad(divergence.sum(), other)[0] for divergence in (found, expected)]
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-3)
 
 
 def test_on_the_demos_text_what_is_kept_tells_the_divergence_within_a_hundredth(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from compressor.checkpoint.source import locate
 from compressor.golden.answers import GoldenAnswers, Top
 from compressor.golden.causes import find_cause
+from compressor.golden.checking import ask_folder
 from compressor.golden.compare import Answered, compare
 from compressor.golden.measure import make_golden, top_of
-from compressor.golden.things import ask_folder
 from compressor.progress import Silent
 from tests.support import zoo
 
@@ -29,9 +29,8 @@ def routers(model: nn.Module) -> Iterator[Any]:
 
 
 def permute(model: nn.Module, order: Sequence[int]) -> None:
-    for experts in zoo.experts(model).values():
-        for value in experts.parameters():
-            value.copy_(value[list(order)])
+    for value in (value for experts in zoo.experts(model).values() for value in experts.parameters()):
+        value.copy_(value[list(order)])
 
 
 def swap(model: nn.Module, fewest: int = 2) -> None:
@@ -47,18 +46,14 @@ def swap(model: nn.Module, fewest: int = 2) -> None:
 
 def unnormalise(model: nn.Module) -> None:
     for router in routers(model):
-        stock, score = router.forward, torch.sigmoid if hasattr(router, "e_score_correction_bias") else softmax
         factor = getattr(router, "routed_scaling_factor", 1.0)
 
-        def forward(hidden: Tensor, stock: Any = stock, score: Any = score, factor: float = factor) -> Any:
+        def forward(hidden: Tensor, router: Any = router, stock: Any = router.forward, factor: float = factor) -> Any:
             logits, _, index = stock(hidden)
-            return logits, score(logits).gather(1, index) * factor, index
+            scores = logits.sigmoid() if hasattr(router, "e_score_correction_bias") else logits.softmax(-1)
+            return logits, scores.gather(1, index) * factor, index
 
         router.forward = forward
-
-
-def softmax(logits: Tensor) -> Tensor:
-    return logits.softmax(-1)
 
 
 def drop_bias(model: nn.Module) -> None:
@@ -105,6 +100,17 @@ FAULTS: dict[str, tuple[str, Plant]] = {
     "zeroed": ("some expert", zero),
     "vocabulary": ("the vocabulary is shifted", shift_vocabulary),
 }
+WEIGHTS = {  # what a changed folder says
+    "permuted": "against their router",
+    "reversed": "are permuted against their router",
+    "swapped": "gate and up projections are swapped",
+    "weights swapped": "gate and up projections are swapped",
+    "biases": "bias is zero",
+    "scale": "is multiplied by about 2",
+    "router": "are shifted by 1",
+    "zeroed": "expert 5 of",
+    "vocabulary": "are shifted by 1",
+}
 WITH_BIAS = {"biases": ("deepseek_v3", "gpt_oss"), "weights swapped": ("gpt_oss",)}
 
 
@@ -149,17 +155,6 @@ def test_answers_name_the_fault(family: str, fault: str) -> None:
     assert cause is not None and name in cause, cause
 
 
-WEIGHTS = {
-    "permuted": "against their router",
-    "reversed": "are permuted against their router",
-    "swapped": "gate and up projections are swapped",
-    "weights swapped": "gate and up projections are swapped",
-    "biases": "bias is zero",
-    "scale": "is multiplied by about 2",
-    "router": "are shifted by 1",
-    "zeroed": "expert 5 of",
-    "vocabulary": "are shifted by 1",
-}
 FEW = [f"{family} {fault}" for family in ("mixtral", "deepseek_v3") for fault in ("reversed", "scale")]
 
 

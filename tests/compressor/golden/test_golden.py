@@ -16,6 +16,7 @@ from compressor.checkpoint.source import locate
 from compressor.golden.measure import open_exactly
 from compressor.golden.rounding import own_rounding
 from exporters.onnx import export
+from tests.compressor.golden.test_causes import FAULTS as PLANTED
 from tests.support import quantized, small, zoo
 from tests.support.audit import Moment, happening
 from tests.support.command_line import Run, refused
@@ -53,24 +54,6 @@ def expert_modules(model: Any) -> list[Any]:
     return list(zoo.experts(model).values())
 
 
-def router(model: Any) -> Tensor:
-    return next(value for name, value in model.named_parameters() if any(part in name for part in zoo.ROUTERS))
-
-
-def permute(model: Any) -> None:
-    for value in expert_modules(model)[0].parameters():
-        value.copy_(value.roll(1, 0))
-
-
-def swap(model: Any) -> None:
-    for experts in expert_modules(model):
-        value = experts.gate_up_proj
-        if hasattr(experts, "gate_up_proj_bias"):  # of gpt_oss, whose columns alternate
-            value.copy_(value.unflatten(-1, (-1, 2)).flip(-1).flatten(-2))
-        else:
-            value.copy_(value.unflatten(1, (2, -1)).flip(1).flatten(1, 2))
-
-
 def one_fewer(model: Any) -> None:
     model.config.num_experts_per_tok -= 1
 
@@ -79,26 +62,15 @@ def unnormalised(model: Any) -> None:
     model.config.norm_topk_prob = not model.config.norm_topk_prob
 
 
-def without_bias(model: Any) -> None:
-    for name, value in (*model.named_parameters(), *model.named_buffers()):
-        if "mlp" in name and "bias" in name:
-            value.zero_()
-
-
-def zero_expert(model: Any) -> None:
-    for value in expert_modules(model)[-1].parameters():
-        value[2].zero_()
-
-
 FAULTS: dict[str, Callable[[Any], Any]] = {
-    "experts permuted": permute,
-    "gate and up swapped": swap,
+    "experts permuted": PLANTED["permuted"][1],
+    "gate and up swapped": PLANTED["swapped"][1],
     "gates not normalised": unnormalised,
-    "bias dropped": without_bias,
+    "bias dropped": PLANTED["biases"][1],
     "top-k off by one": one_fewer,
     "one scale wrong": lambda model: expert_modules(model)[0].down_proj.mul_(1.1),
-    "router shifted": lambda model: router(model).copy_(router(model).roll(1, 0)),
-    "expert zeroed": zero_expert,
+    "router shifted": PLANTED["router"][1],
+    "expert zeroed": PLANTED["zeroed"][1],
     "vocabulary shifted": lambda model: model.lm_head.weight.copy_(model.lm_head.weight.roll(1, 0)),
 }
 

@@ -11,12 +11,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import compressor
+from compressor.divergence.logits import read_logits
 from compressor.errors import CompressionError
 from compressor.hub.card import card_text
 from compressor.hub.check import verify_folder
 from compressor.model.substitution import Substitution
 from compressor.recipe.steps_plan import Plan
-from compressor.steps.constants.step import logits_with, read_constants
+from compressor.steps.constants.step import read_constants
 from tests.support import quantized, small, zoo
 from tests.support.command_line import Run, refused
 from tests.support.model_server import serving
@@ -103,8 +104,9 @@ def test_what_is_written_computes_what_a_plain_model_with_constants_does(
     tokens = torch.arange(40).reshape(2, 20) * 13 % small.VOCABULARY
     expected = zoo.logits(plain_model(out, source, tmp_path / "plain"), tokens)
     written, constants = read_constants(out)
-    [found] = logits_with(written, Substitution(constants=constants), [tokens])
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+    variant = Substitution(constants=constants)
+    [found] = read_logits(written, [(variant, tokens, torch.ones_like(tokens, dtype=torch.bool))], torch.Tensor.float)
+    torch.testing.assert_close(found, expected.flatten(0, 1), atol=2e-5, rtol=1e-4)
     # the plan and the source give the same bytes again
     again = tmp_path / "again"
     plan_file = tmp_path / "plan.json"

@@ -20,9 +20,8 @@ from compressor.steps.distill.engines import (
     Engine,
     InMemory,
     LayerState,
-    begin_factors,
+    TrainedLayer,
     kept_state,
-    merged,
     stored_dtypes,
     stored_tensors,
     trained_layers,
@@ -241,8 +240,10 @@ def test_factors_make_the_model_and_get_the_gradients_that_they_do_in_peft(tmp_p
 @pytest.mark.parametrize("shape", [(5, 7), (3, 4, 6)])
 def test_a_weight_begins_as_it_is(shape: tuple[int, ...]) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    first, second = begin_factors(shape, 2, torch.Generator().manual_seed(1))
-    assert torch.equal(merged(weight, first, second), weight)
+    layer = TrainedLayer("layer", (), ("weight",))
+    masters = layer.begin({"weight": weight}, 2, 1)
+    assert torch.equal(layer.values({"weight": weight}, masters)["weight"], weight)
+    first = masters["weight.lora_A"]
     assert first.abs().max() <= shape[-1] ** -0.5 and first.std() > 0.4 * shape[-1] ** -0.5
 
 
