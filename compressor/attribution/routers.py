@@ -4,8 +4,8 @@ router's view of it.
 n or T tokens, H hidden, E experts, R routers, r of them at once, K top-k.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -54,51 +54,38 @@ class Selection:
 
     def scores(self, logits: Tensor, routers: slice = slice(None)) -> Tensor:
         """[n, R, E] logits -> the scores that are ranked."""
-        mask = None if self.mask is None else self.mask[routers]
-        logits = logits if mask is None else logits + mask
+        if self.mask is not None:
+            logits = logits + self.mask[routers]
         scores = logits if self.score is None else weights_of(logits, self.score)
-        scores = scores if self.bias is None else scores + self.bias[routers]
-        return scores if mask is None else scores + mask
+        if self.bias is not None:
+            scores = scores + self.bias[routers]
+        return scores if self.mask is None else scores + self.mask[routers]
 
 
-def competing(chosen: Tensor, valid: Tensor, experts: int, groups: Sequence[int]) -> Tensor:
-    """[n, R, K] -> [n, R, E]: experts in the same groups of neighbours as the chosen ones, of so
-    many per router."""
-    counts = torch.zeros(*chosen.shape[:2], experts, device=chosen.device)
-    among = counts.scatter_add_(-1, chosen, valid.float().expand(chosen.shape)) > 0
-    for router, count in enumerate(groups):
-        within = among[:, router].unflatten(-1, (count, -1))
-        among[:, router] = within.any(-1, keepdim=True).expand_as(within).flatten(1)
-    return among
-
-
-def selections(biases: Sequence[Tensor]) -> list[Selection]:
-    """Return the known ways to rank experts by routers with these biases, [R, E] each; the plainest
-    first."""
-    tried = [Selection()]
-    for bias in biases:
-        tried += [Selection(score, bias) for score in (None, *SCORES)]
-    return tried
-
-
-def agreements(
+def find_selection(
     tried: Sequence[Selection],
-    logits: Tensor,
-    chosen: Tensor,
+    observed: Iterable[tuple[Tensor, Tensor]],
     valid: Tensor,
     groups: Sequence[int],
-) -> Tensor:
-    """Count the choices of the routers that each way to rank experts explains: [len(tried)].
+) -> Selection:
+    """Return the way to rank experts that explains most of the routers' choices, the first of
+    equals; ranks share what they have observed.
 
-    `logits` [n, R, E], `chosen` [n, R, K], `valid` [R, K] marks slots that a router uses. Routers
-    that choose `groups` first rank the experts of those alone."""
-    outside = ~competing(chosen, valid, logits.shape[-1], groups)
+    `observed` are logits [n, R, E] and choices [n, R, K] of batches, `valid` [R, K] marks slots
+    that a router uses. Routers that choose `groups` first rank the experts of those alone."""
+    counts = torch.zeros(len(tried), dtype=torch.int64, device=valid.device)
     used = valid.sum(-1)[:, None]
-    counts = []
-    for selection in tried:
-        places = ranks_of(selection.scores(logits).masked_fill(outside, -torch.inf), chosen)
-        counts.append(((places < used) & valid).sum())
-    return torch.stack(counts)
+    for logits, chosen in observed:
+        # experts in the same groups of neighbours as the chosen ones
+        among = torch.zeros_like(logits)
+        among = among.scatter_add_(-1, chosen, valid.float().expand(chosen.shape)) > 0
+        for router, count in enumerate(groups):
+            within = among[:, router].unflatten(-1, (count, -1))
+            among[:, router] = within.any(-1, keepdim=True).expand_as(within).flatten(1)
+        for number, selection in enumerate(tried):
+            places = ranks_of(selection.scores(logits).masked_fill(~among, -torch.inf), chosen)
+            counts[number] += ((places < used) & valid).sum()
+    return tried[int(ranks().all_reduce(counts).argmax())]
 
 
 class LeafMap(NamedTuple):
@@ -158,8 +145,7 @@ def refuse(model: OpenModel, decoder_layer: str, why: str) -> CompressionError:
     """The error for an architecture whose routers' logits cannot be taken apart."""
     return CompressionError(
         f"{model.architecture.model_class} cannot be attributed: {decoder_layer}: {why}; compress "
-        "it without "
-        "attribution (--protect takes a list written by hand)"
+        "it without attribution (--protect takes a list written by hand)"
     )
 
 
@@ -284,22 +270,21 @@ class ObservedRouters(TracedPass):
             present = [by_layer[layer.name] for layer in self.layers if layer.name in by_layer]
             if len(present) == len(self.layers):
                 biases.append(torch.stack(present))
-        tried = selections(biases)
+        mask = None
         if self.blocked:
             mask = torch.zeros(
                 len(self.layers), self.model.architecture.experts, device=self.valid.device
             )
             for number, layer in enumerate(self.layers):
                 mask[number, self.blocked.get(layer.name, ())] = -torch.inf
-            tried = [replace(selection, mask=mask) for selection in tried]
-        groups = [layer.routing_groups for layer in self.layers]
-        counts = torch.zeros(len(tried), dtype=torch.int64, device=self.valid.device)
+        tried = [Selection(mask=mask)]  # the plainest first
+        for bias in biases:
+            tried += [Selection(score, bias, mask) for score in (None, *SCORES)]
+        observed = []
         for batch, logits in self.logits.items():
-            first = slice(SELECTION_TOKENS)
-            counts += agreements(
-                tried, logits[first], self.chosen[batch][first], self.valid, groups
-            )
-        self.selection = tried[int(ranks().all_reduce(counts).argmax())]  # the first of equals
+            observed.append((logits[:SELECTION_TOKENS], self.chosen[batch][:SELECTION_TOKENS]))
+        groups = [layer.routing_groups for layer in self.layers]
+        self.selection = find_selection(tried, observed, self.valid, groups)
         for batch, logits in self.logits.items():
             self.chosen_ranks[batch] = ranks_of(self.selection.scores(logits), self.chosen[batch])
 
@@ -315,6 +300,7 @@ class ObservedRouters(TracedPass):
             self._cached_layer = decoder_layer
             self._shared_rows.clear()
         tokens = trace.context.tokens
+        layer_names = self.model.architecture.decoder_layers
         for number, layer in enumerate(self.layers):
             if layer.name in trace.logits:
                 rows = self._expert_rows(layer)
@@ -327,42 +313,23 @@ class ObservedRouters(TracedPass):
         for start in range(self.first_after(decoder_layer), len(self.layers), at_once):
             span = slice(start, start + at_once)  # batches of other sizes have other spans
             shared = self._shared_rows.setdefault((span.start, span.stop), {})
-            if OUTPUT not in shared:
-                shared[OUTPUT] = self._rows_after(decoder_layer, span)
-            yield View(
-                trace.terms,
-                span,
-                shared[OUTPUT],
-                self._scales_after(decoder_layer, span, batch),
-                shared,
-            )
-
-    def _between(self, decoder_layer: str, layer: MoeLayer) -> Sequence[str]:
-        """Decoder layers after `decoder_layer` and before the one of an MoE layer, the last one
-        first."""
-        layer_names = self.model.architecture.decoder_layers
-        return layer_names[
-            layer_names.index(decoder_layer) + 1 : layer_names.index(layer.decoder_layer)
-        ][::-1]
-
-    def _rows_after(self, decoder_layer: str, span: slice) -> Tensor:
-        """[r * E, H]: later routers' rows on the output of a layer."""
-        after = []
-        for layer in self.layers[span]:
-            rows = self._rows[layer.name]
-            for between in self._between(decoder_layer, layer):
-                rows = pull_sum(rows, self._streams[between])
-            after.append(rows)
-        return torch.cat(after)
-
-    def _scales_after(self, decoder_layer: str, span: slice, batch: int) -> Tensor:
-        """[T, r]: the factors of each token that go with those rows."""
-        logits = self.logits[batch][:, span]
-        scales = torch.ones(logits.shape[:2], device=logits.device)
-        for column, layer in enumerate(self.layers[span]):
-            for name in (layer.name, *self._between(decoder_layer, layer)):
-                scales[:, column, None] *= self._factors[name, batch]
-        return scales
+            # later routers' rows [r * E, H] on the output of this layer, and each token's factors
+            after = []
+            logits = self.logits[batch][:, span]
+            scales = torch.ones(logits.shape[:2], device=logits.device)
+            for column, layer in enumerate(self.layers[span]):
+                end = layer_names.index(layer.decoder_layer)
+                between = layer_names[layer_names.index(decoder_layer) + 1 : end][::-1]
+                for name in (layer.name, *between):
+                    scales[:, column, None] *= self._factors[name, batch]
+                if OUTPUT not in shared:
+                    rows = self._rows[layer.name]
+                    for name in between:
+                        rows = pull_sum(rows, self._streams[name])
+                    after.append(rows)
+            if after:
+                shared[OUTPUT] = torch.cat(after)
+            yield View(trace.terms, span, shared[OUTPUT], scales, shared)
 
 
 def observe_routers(

@@ -13,14 +13,14 @@ from compressor.attribution.figures import Attribution, Sender, router_labels
 from compressor.attribution.graph import routing_graph
 from compressor.attribution.hubs import find_hubs, super_experts
 from compressor.attribution.measure import attribute
-from compressor.attribution.routers import agreements, selections
+from compressor.attribution.routers import Selection, find_selection
 from compressor.attribution.tracing import parts_of
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.architecture import discover
 from compressor.model.moe_layer import layers_by_decoder_layer
 from compressor.model.opened import OpenModel, open_model
-from compressor.model.router_logits import Score
+from compressor.model.router_logits import SCORES, Score
 from compressor.progress import Silent
 from tests.support import surgery_reference, zoo
 from tests.support.opened_models import batches, calibration, opened
@@ -290,7 +290,7 @@ def test_the_routers_own_way_to_rank_is_found(activation: Score | None) -> None:
     bias, decoy = normal(2, 8, seed=1), normal(2, 8, seed=2)
     scale = {None: 1.0, "sigmoid": 0.5, "softmax": 0.3, "sqrt-softplus": 1.0}[activation]
     chosen = (ACTIVATIONS[activation](logits) + scale * bias).topk(2).indices
-    tried = selections([decoy, scale * bias])
-    found = tried[int(agreements(tried, logits, chosen, torch.ones(2, 2, dtype=torch.bool), (1, 1)).argmax())]
+    tried = [Selection(score, added) for added in (decoy, scale * bias) for score in (None, *SCORES)]
+    found = find_selection([Selection(), *tried], [(logits, chosen)], torch.ones(2, 2, dtype=torch.bool), (1, 1))
     assert found.score == activation
     assert found.bias is not None and torch.equal(found.bias, scale * bias)
