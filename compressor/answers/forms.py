@@ -120,10 +120,10 @@ def same_forms(
         if SERVED in names:
             differ = None in names
         if differ:
+            ways = [_way(asdict(form)), _way(asdict(other))]
             raise CompressionError(
-                f"task {task!r} would be asked of {labels[0]} {_way(asdict(form))} and of "
-                f"{labels[1]} "
-                f"{_way(asdict(other))}; give both the same tokenizer files, or pass {PLAINLY}"
+                f"task {task!r} would be asked of {labels[0]} {ways[0]} and of {labels[1]} "
+                f"{ways[1]}; give both the same tokenizer files, or pass {PLAINLY}"
             )
         if form.date != other.date and ((form.date and other.date) or SERVED not in names):
             dates = [each.date or "not known" for each in (form, other)]

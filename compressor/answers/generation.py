@@ -168,9 +168,7 @@ class StockGenerator:
 
         queue = []
         for prompt, seed in requests:
-            tokens = tokens_of(prompt, tokenizer, options.chat)
-            is_answer = bool(prompt.messages) or options.chat
-            queue.append(_Question(prompt, seed, tokens, is_answer))
+            queue.append(_Question(prompt, seed, tokens_of(prompt, tokenizer, options.chat)))
         queue.sort(key=lambda question: (-len(question.tokens), question.prompt.id, question.seed))
         device = pick_device(self.device)
         rows = self.rows or (CPU_ROWS if device.type == "cpu" else GPU_ROWS)
@@ -189,12 +187,12 @@ class StockGenerator:
                         progress.advance("")
                         # some decoders drop the space that opens a text: what is continued is
                         # decoded with its start
-                        opening = () if question.is_answer else question.tokens
+                        prompt = question.prompt
+                        opening = () if prompt.messages or options.chat else question.tokens
                         ended: Ended = "end" if tokens[-1] in facts.stops else "length"
                         of_text = tokens[:-1] if ended == "end" else tokens
                         text = decode([*opening, *of_text])[len(decode(opening)) :]
-                        prompt = question.prompt.id
-                        yield Answer(prompt, question.seed, tuple(tokens), text, ended)
+                        yield Answer(prompt.id, question.seed, tuple(tokens), text, ended)
             finally:
                 del model
                 free(device)
@@ -207,7 +205,6 @@ class _Question:
     prompt: Prompt
     seed: int
     tokens: tuple[int, ...]
-    is_answer: bool  # not text that goes on where the prompt ends
 
 
 def _batches(model: Any, queue: Sequence[_Question], rows: int) -> Iterator[Sequence[_Question]]:
@@ -269,12 +266,6 @@ def seed_of(request: GenerationRequest) -> int:
     return int(hashlib.sha256(f"{request[0].id} {request[1]}".encode()).hexdigest()[:15], 16)
 
 
-def draws(request: GenerationRequest, count: int) -> Tensor:
-    """Return the numbers in [0, 1) that choose an answer's tokens, [count] in float64."""
-    generator = torch.Generator().manual_seed(seed_of(request))
-    return torch.rand(count, generator=generator, dtype=torch.float64)
-
-
 @torch.inference_mode()
 def _generate(
     model: Any, batch: Sequence[_Question], stops: frozenset[int], options: GenerationOptions
@@ -284,9 +275,11 @@ def _generate(
 
     ids, mask = padded([question.tokens for question in batch], min(stops), "left")
     begin = ids.shape[1]
-    numbers = torch.stack(
-        [draws((question.prompt, question.seed), options.max_new_tokens) for question in batch]
-    )
+    drawn = []  # numbers in [0, 1) that choose an answer's tokens
+    for question in batch:
+        generator = torch.Generator().manual_seed(seed_of((question.prompt, question.seed)))
+        drawn.append(torch.rand(options.max_new_tokens, generator=generator, dtype=torch.float64))
+    numbers = torch.stack(drawn)
 
     def leave_chosen(tokens: Tensor, scores: Tensor) -> Tensor:
         """Mask all logits [B, V] but that of the chosen token of each row."""
@@ -343,7 +336,7 @@ class ServedGenerator:
 
         def ask(request: GenerationRequest) -> Answer:
             prompt, seed = request
-            question = {
+            question: dict[str, Any] = {
                 "max_tokens": options.max_new_tokens,
                 "temperature": options.temperature,
                 "seed": seed_of(request) % 2**31,  # what servers take

@@ -27,8 +27,8 @@ from lm_eval.models.openai_completions import LocalCompletionsAPI
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from pydantic import FiniteFloat, TypeAdapter
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
+from compressor.answers.asking import padded
 from compressor.answers.decoding import free, read_facts
 from compressor.answers.journal import Journal
 from compressor.answers.server import AT_ONCE, ChatChoice, PromptScores, Server, TextChoice
@@ -59,8 +59,8 @@ TOGETHER = 256  # positions whose probabilities are held at once
 WAITING_SHARE = 4
 POSITIONS = 2048  # of a model that doesn't say how many it was made for
 MOST_STOPS = 4  # that a chat may name
-# a digest, and the text, the text and whether it is cut, or the log-likelihood
-LINE = TypeAdapter(tuple[str, str | tuple[str, bool] | tuple[FiniteFloat, bool]])
+# a digest, and the text and whether it is cut, or the log-likelihood
+LINE = TypeAdapter(tuple[str, tuple[str, bool] | tuple[FiniteFloat, bool]])
 
 # log likelihood in nats, and whether every token of it is the argmax
 Likelihood = tuple[float, bool]
@@ -312,14 +312,12 @@ class StreamedModel(WatchedModel):
             batches[-1].append(row)
             left -= row.scored
         budget = DEFAULT_ACTIVATION_BUDGET
-        free_memory = available()
-        if free_memory is not None:
+        if (free_memory := available()) is not None:
             budget = min(budget, free_memory // WAITING_SHARE)
         # padded on the right: what follows a token does not reach it, so no mask is needed
-        padded = []
+        input_ids = []
         for batch in batches:
-            rows = [torch.tensor(row.tokens) for row in batch]
-            padded.append(pad_sequence(rows, batch_first=True))
+            input_ids.append(padded([row.tokens for row in batch], 0)[0])
         visitor = _LikelihoodVisitor(batches)
         phase = f"Evaluating {self.label} on {self.task}, layer by layer"
         head = head_of(model.partial.model)
@@ -330,7 +328,7 @@ class StreamedModel(WatchedModel):
         ):
             streamed = Pass(
                 model,
-                padded,
+                input_ids,
                 self.layers,
                 phase,
                 to_end=True,
@@ -432,8 +430,7 @@ class ServedModel(Watched, LocalCompletionsAPI):
                     payload |= {"add_generation_prompt": False, "continue_final_message": True}
             questions.append((request_key(payload), payload, read))
         answers = []
-        for request, answer in zip(requests, self._answers(questions), strict=True):
-            text, is_cut = (answer, False) if isinstance(answer, str) else answer
+        for request, (text, is_cut) in zip(requests, self._answers(questions), strict=True):
             answers.append(text)
             if is_cut:
                 self.cut.add(request.args[0])

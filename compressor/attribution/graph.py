@@ -162,9 +162,9 @@ def routing_graph(attribution: Attribution, seed: int = 0) -> "nx.DiGraph":
     # numbers: sets of them have the same order in every process
     pairs.add_nodes_from(range(len(order)))
     for pair in attribution.together:
-        start = numbers[pair.receiver, pair.expert]
-        end = numbers[pair.receiver + 1, pair.following]
-        pairs.add_edge(start, end, weight=pair.excess)
+        first = numbers[pair.receiver, pair.expert]
+        second = numbers[pair.receiver + 1, pair.following]
+        pairs.add_edge(first, second, weight=pair.excess)
     found = nx.community.louvain_communities(pairs, seed=seed) if order else []
     groups = sorted([sorted(members) for members in found], key=lambda group: (-len(group), group))
     community = {}

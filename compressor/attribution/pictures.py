@@ -248,9 +248,22 @@ def pictures(
     components = []
     for number, (kind, title) in enumerate(GROUPS.items()):
         components.append((title, [*pairs(attribution, kind)], _style(number)))
+    # experts that are no hubs, the strongest hubs by name, and the others
+    named: dict[tuple[str, int | None], str] = {}
+    for number, hub in enumerate(hubs):
+        named[hub.module, hub.expert] = f"hub {hub.label}" if number < HUBS_NAMED else "more hubs"
+    members = dict[str, list[Pair]]()
+    for label in ("no hub", "more hubs", *named.values()):
+        members[label] = []
+    for pair in pairs(attribution, "expert"):
+        members[named.get((pair.sender.module, pair.sender.number), "no hub")].append(pair)
+    plain = {"marker": ".", "markersize": 3 if len(members["no hub"]) < 2000 else 1.5}
+    styles = [{"color": "#aaaaaa", **plain}, {"color": "black", **plain}]
+    styles += map(_style, range(len(members) - 2))
+    groups = list(zip(members, members.values(), styles, strict=True))
     drawings = (
         _scatter("components on each router", components),
-        _scatter("routed experts on each router", _expert_groups(attribution, hubs)),
+        _scatter("routed experts on each router", groups),
     )
     title = f"{attribution.model}: influence and causal effect"
     return influence, scores, experts, Figure("causal", title, "", drawings)
@@ -292,28 +305,6 @@ def _style(number: int) -> dict[str, Any]:
         "markersize": 5,
         "markeredgecolor": "white",
     }
-
-
-def _expert_groups(attribution: Attribution, hubs: Sequence[Hub]) -> list[Group]:
-    """Points of experts that are no hubs, of the strongest hubs by name, and of the others."""
-    labels: dict[tuple[str, int | None], str] = {}
-    for number, hub in enumerate(hubs):
-        labels[hub.module, hub.expert] = f"hub {hub.label}" if number < HUBS_NAMED else "more hubs"
-    members: dict[str, list[Pair]] = {
-        label: [] for label in ("no hub", "more hubs", *labels.values())
-    }
-    for pair in pairs(attribution, "expert"):
-        members[labels.get((pair.sender.module, pair.sender.number), "no hub")].append(pair)
-    plain = {"marker": ".", "markersize": 3 if len(members["no hub"]) < 2000 else 1.5}
-    styles = [
-        {"color": "#aaaaaa", **plain},
-        {"color": "black", **plain},
-        *map(_style, range(len(members) - 2)),
-    ]
-    return [
-        (label, points, style)
-        for (label, points), style in zip(members.items(), styles, strict=True)
-    ]
 
 
 def graph_figure(graph: "nx.DiGraph", centrality: Centrality) -> Figure:

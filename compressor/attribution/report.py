@@ -240,8 +240,7 @@ def whole_blocks(findings: Findings, centrality: Centrality) -> Blocks:
     if any(centrality.values()):  # else no expert comes before a router
         central = []
         for expert in ranking(centrality, RELATIVE)[:TOP]:
-            figures = (f"{centrality[measure][expert]:.3g}" for measure in MEASURES)
-            central.append((expert, *figures))
+            central.append((expert, *(f"{centrality[name][expert]:.3g}" for name in MEASURES)))
         note = (
             " hold the whole graph: who steers which router, how strongly, and which experts go "
             "together."

@@ -16,7 +16,6 @@ from compressor.attribution.tracing import (
     STREAM,
     Chain,
     LayerTrace,
-    Logits,
     Term,
     TracedPass,
     pull_sum,
@@ -102,15 +101,12 @@ def leaf_map(terms: Sequence[Term], leaf: str) -> LeafMap | None:
     if not entering:
         return None
     token = entering[0].token
-    if any(
-        bool(torch.as_tensor(term.token != token).any())
-        for term in entering
-        if term.token is not token
-    ):
-        raise CompressionError(
-            f"{leaf} enters a sum twice with different factors; routing attribution does not "
-            "support this model"
-        )
+    for term in entering:
+        if term.token is not token and bool(torch.as_tensor(term.token != token).any()):
+            raise CompressionError(
+                f"{leaf} enters a sum twice with different factors; routing attribution does not "
+                "support this model"
+            )
     return LeafMap(token, tuple(term.chain for term in entering))
 
 
@@ -203,35 +199,35 @@ class ObservedRouters(TracedPass):
         self._streams[decoder_layer] = stream.chains
         self._factors[decoder_layer, batch] = stream.token
         for number, layer in enumerate(self.layers):
-            if layer.name in trace.logits:
-                self._observe(number, layer, batch, trace.logits[layer.name])
-                if leaf_map(trace.terms, layer.name) is None:
-                    why = "its experts' outputs do not reach the residual stream token by token"
-                    raise refuse(self.model, decoder_layer, why)
-
-    def _observe(self, number: int, layer: MoeLayer, batch: int, logits: Logits) -> None:
-        view = leaf_map(logits.terms, STREAM)
-        if view is None:
-            why = "its router's logits are not linear in the normalised residual stream"
-            raise refuse(self.model, layer.decoder_layer, why)
-        if not bool(torch.isfinite(logits.value).all()):
-            raise CompressionError(
-                f"{layer.router}: its logits are not finite on the calibration data; try --dtype "
-                "float32"
+            if layer.name not in trace.logits:
+                continue
+            logits = trace.logits[layer.name]
+            view = leaf_map(logits.terms, STREAM)
+            if view is None:
+                why = "its router's logits are not linear in the normalised residual stream"
+                raise refuse(self.model, decoder_layer, why)
+            if not bool(torch.isfinite(logits.value).all()):
+                raise CompressionError(
+                    f"{layer.router}: its logits are not finite on the calibration data; try "
+                    "--dtype float32"
+                )
+            blocked = torch.tensor(
+                self.blocked.get(layer.name, ()), dtype=torch.int64, device=logits.chosen.device
             )
-        blocked = torch.tensor(
-            self.blocked.get(layer.name, ()), dtype=torch.int64, device=logits.chosen.device
-        )
-        if bool(torch.isin(logits.chosen, blocked).any()):
-            raise CompressionError(
-                f"{layer.router} chooses experts by more than their scores, so none can be blocked"
-            )
-        slots = logits.chosen.shape[-1]
-        self.logits[batch][:, number] = logits.value
-        self.chosen[batch][:, number, :slots] = logits.chosen
-        self.valid[number, :slots] = True
-        self._factors[layer.name, batch] = view.token
-        self._rows[layer.name] = pull_sum(self._expert_rows(layer), view.chains)
+            if bool(torch.isin(logits.chosen, blocked).any()):
+                raise CompressionError(
+                    f"{layer.router} chooses experts by more than their scores, so none can be "
+                    "blocked"
+                )
+            slots = logits.chosen.shape[-1]
+            self.logits[batch][:, number] = logits.value
+            self.chosen[batch][:, number, :slots] = logits.chosen
+            self.valid[number, :slots] = True
+            self._factors[layer.name, batch] = view.token
+            self._rows[layer.name] = pull_sum(self._expert_rows(layer), view.chains)
+            if leaf_map(trace.terms, layer.name) is None:
+                why = "its experts' outputs do not reach the residual stream token by token"
+                raise refuse(self.model, decoder_layer, why)
 
     def _expert_rows(self, layer: MoeLayer) -> Tensor:
         """[E, E']: the rows that pick the experts' logits from the E' entries of a router's
@@ -245,12 +241,9 @@ class ObservedRouters(TracedPass):
             tensors = dict((*block.named_parameters(), *block.named_buffers()))
             for tensor in layer.tensors:
                 name = tensor.key.removeprefix(f"{layer.block}.")
-                if (
-                    name in tensors
-                    and tensors[name].numel() == layer.experts
-                    and tensors[name].is_floating_point()
-                ):
-                    bias = tensors[name].detach().float().reshape(-1).clone()
+                value = tensors.get(name, torch.empty(0))
+                if value.numel() == layer.experts and value.is_floating_point():
+                    bias = value.detach().float().reshape(-1).clone()
                     self._biases.setdefault(name, {})[layer.name] = bias
 
     def rank(self) -> None:
@@ -306,9 +299,8 @@ class ObservedRouters(TracedPass):
                 rows = self._expert_rows(layer)
                 scales = torch.ones(tokens, 1, device=rows.device)
                 shared = self._shared_rows.setdefault((number, number + 1), {})
-                yield View(
-                    trace.logits[layer.name].terms, slice(number, number + 1), rows, scales, shared
-                )
+                terms = trace.logits[layer.name].terms
+                yield View(terms, slice(number, number + 1), rows, scales, shared)
         at_once = max(1, SCORES_AT_ONCE // (tokens * self.model.architecture.experts))
         for start in range(self.first_after(decoder_layer), len(self.layers), at_once):
             span = slice(start, start + at_once)  # batches of other sizes have other spans

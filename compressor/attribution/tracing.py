@@ -175,12 +175,22 @@ def _summand(context: Context, result: Tensor, value: Any) -> Terms | None:
     return context.begin("constant", number.reshape(1, -1).expand(1, width))
 
 
-def _product(context: Context, result: Tensor, input: Any, other: Any) -> Terms | None:
-    """Return terms times a number, a vector [H] or a factor for each token [T, 1]."""
+def _product(
+    context: Context,
+    result: Tensor,
+    input: Any,
+    other: Any,
+    rounding_mode: str | None = None,
+    inverse: bool = False,
+) -> Terms | None:
+    """Return terms times, or divided by, a number, a vector [H] or a factor for each token [T,
+    1]."""
     traced, value = (input, other) if isinstance(input, Traced) else (other, input)
-    if isinstance(value, Traced):
+    if isinstance(value, Traced) or rounding_mode or (inverse and traced is other):
         return None
     factor = torch.as_tensor(value).detach().float()
+    if inverse:
+        factor = 1.0 / factor
     if factor.dim() > 1 and factor.shape[-1] == 1 and factor.numel() == context.tokens:
         by_token = factor.reshape(-1, 1)
         return tuple(term._replace(token=term.token * by_token) for term in traced.terms)
@@ -189,14 +199,6 @@ def _product(context: Context, result: Tensor, input: Any, other: Any) -> Terms 
     if factor.numel() != factor.shape[-1]:
         return None
     return _then(traced.terms, factor.reshape(-1).clone())  # which outlives the layer's weights
-
-
-def _quotient(
-    context: Context, result: Tensor, input: Any, other: Any, rounding_mode: str | None = None
-) -> Terms | None:
-    if isinstance(other, Traced) or rounding_mode:
-        return None
-    return _product(context, result, input, 1.0 / torch.as_tensor(other).detach().float())
 
 
 def _mean(context: Context, result: Tensor, input: Traced, *dim: Any, **more: Any) -> Terms | None:
@@ -277,7 +279,7 @@ OPERATIONS: dict[str, Callable[..., Terms | None]] = {
     "add": _sum,
     "sub": partial(_sum, sign=-1),
     "mul": _product,
-    "div": _quotient,
+    "div": partial(_product, inverse=True),
     "mean": _mean,
     "linear": _linear,
     "matmul": partial(_linear, transposed=True),
@@ -366,10 +368,6 @@ def router_width(layer: MoeLayer) -> int:
     return layer.experts + max(extra, default=0)
 
 
-def _first(output: Any) -> Any:
-    return output[0] if isinstance(output, tuple) else output
-
-
 def _watch_part(part: str, module: nn.Module, trace: LayerTrace, stack: ExitStack) -> None:
     """Give a component plain tensors and let its output begin a term, until the stack closes."""
     context = trace.context
@@ -386,7 +384,7 @@ def _watch_part(part: str, module: nn.Module, trace: LayerTrace, stack: ExitStac
                 return
 
     def begin(_: Any, args: Any, output: Any) -> Any:
-        first = _first(output)
+        first = output[0] if isinstance(output, tuple) else output
         if not context.fits(first):
             return output
         if mixes:  # heads count one by one if the attention's output is its projection's, unchanged
@@ -426,11 +424,8 @@ def _watch_layer(layer: MoeLayer, model: nn.Module, trace: LayerTrace, stack: Ex
         ends = [0, *choices.ends.tolist()]
         for expert, rows in enumerate(map(slice, ends, ends[1:])):
             if rows.start < rows.stop:
-                routed.append(
-                    RoutedOutputs(
-                        expert, choices.tokens[rows], choices.weights[rows], outputs[rows]
-                    )
-                )
+                tokens = choices.tokens[rows]
+                routed.append(RoutedOutputs(expert, tokens, choices.weights[rows], outputs[rows]))
 
     stack.enter_context(moe_hooks(model, layer, on_router=keep, on_expert_output=keep_outputs))
 
@@ -450,21 +445,20 @@ class TracedPass(LayerVisitor):
             layers = self.at.moe_layers
             hidden = args[0] if args else kwargs["hidden_states"]
             context = Context(hidden.shape[:-1].numel())
-            trace = LayerTrace(
-                context, parts_of(decoder_layer, model.get_submodule(decoder_layer), layers)
-            )
+            module = model.get_submodule(decoder_layer)
+            trace = LayerTrace(context, parts_of(decoder_layer, module, layers))
             start = context.trace(hidden, context.begin(STREAM, hidden))
             with ExitStack() as stack:
                 for part in trace.kinds:
                     _watch_part(part, model.get_submodule(part), trace, stack)
                 for layer in layers:
                     _watch_layer(layer, model, trace, stack)
-                output = (
-                    layer_forward(start, *args[1:], **kwargs)
-                    if args
-                    else layer_forward(**{**kwargs, "hidden_states": start})
-                )
-            first = _first(output)
+                if args:
+                    args = (start, *args[1:])
+                else:
+                    kwargs["hidden_states"] = start
+                output = layer_forward(*args, **kwargs)
+            first = output[0] if isinstance(output, tuple) else output
             if isinstance(first, Traced):
                 trace.terms = first.terms
             self.visit(decoder_layer, self.at.batch, trace)

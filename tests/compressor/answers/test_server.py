@@ -165,7 +165,7 @@ def test_a_busy_server_is_asked_again(model: Path) -> None:
         assert server.scored == "tokens"
         served.busy = server_module.TRIES
         with pytest.raises(CompressionError, match=r"answers 503 \(busy\)"):
-            server.ask("/completions", server_module.Completion, {"model": "served", "prompt": "a"})
+            server.complete({"prompt": "a"})
 
 
 def test_wrong_servers_are_one_sentence(
@@ -236,13 +236,13 @@ def traced(model: Path, tmp_path: Path, stub: Stub) -> list[Any]:
     return ["traces", chats, "--server", stub.address, *out, "--max-new-tokens", 8, "--batch-size", 1]
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(number, id=name, marks=() if number % FEW == 0 else pytest.mark.full)
-        for number, name in enumerate(BEHAVIOURS)
-    ],
-)
+NUMBERED = [
+    pytest.param(number, id=name, marks=() if number % FEW == 0 else pytest.mark.full)
+    for number, name in enumerate(BEHAVIOURS)
+]
+
+
+@pytest.mark.parametrize("number", NUMBERED)
 def test_no_behaviour_of_a_server_does_harm(number: int, traced: Any, tmp_path: Path, stub: Stub, run: Run) -> None:
     stub.behaviour = behaviour = behaviours(stub.elsewhere)[number]
     stub.trigger = {TEXT: "Say two", CHAT: "Say abc"}.get(behaviour.path, "")
@@ -281,15 +281,7 @@ ASKING = ("check", "gate", "evaluate", "traces")
     ],
 )
 def test_no_answer_outlasts_its_timeout(
-    command: str,
-    path: str,
-    number: int,
-    model: Path,
-    golden: Path,
-    tasks: Path,
-    tmp_path: Path,
-    stub: Stub,
-    run: Run,
+    command: str, path: str, number: int, model: Path, golden: Path, tasks: Path, tmp_path: Path, stub: Stub, run: Run
 ) -> None:
     stub.behaviour = unending(path)[number]
     stub.trigger = ""
