@@ -271,7 +271,7 @@ def _evaluation_task(loaded: Any, options: EvaluationOptions, own: TaskSettings)
     if not any(counts):
         raise CompressionError(f"task {name!r} has no items; check its definition")
     metric, _, filter_name = (own.metric or "").partition(",")
-    for part, task in parts.items():
+    for part, task in parts.items() if own.metric else ():
         metrics = list(task.aggregation())
         filters = [entry.name for entry in task._filters]
         listed = [entry.get("metric") for entry in task.get_config("metric_list") or ()]

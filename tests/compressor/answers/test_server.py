@@ -3,7 +3,7 @@ import math
 import re
 import shutil
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -202,11 +202,11 @@ def test_wrong_servers_are_one_sentence(
 
 
 def test_options_of_servers_are_checked() -> None:
-    wrong: list[tuple[dict[str, Any], str]] = [({"base_served_model": "a"}, "--base-server")]
-    wrong += [({"timeout": seconds}, "timeout is ") for seconds in (0, -1, math.inf, math.nan, 1e300)]
-    for options, message in wrong:
-        with pytest.raises(CompressionError, match=message):
-            ServerOptions(**options)
+    with pytest.raises(CompressionError, match="--base-server"):
+        ServerOptions(base_served_model="a")
+    for seconds in (0, -1, math.inf, math.nan, 1e300):
+        with pytest.raises(CompressionError, match="timeout is "):
+            ServerOptions(timeout=seconds)
     for url in ("http://a:abc", "http://a:99999", "http://[::1", "file:///etc/passwd", "ftp://a", "http://", "a:1", ""):
         with pytest.raises(CompressionError, match="is no address of a server"):
             open_server(url)
@@ -268,18 +268,13 @@ def golden(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-ASKING = ("check", "gate", "evaluate", "traces")
+ENDLESS = [
+    pytest.param(*case, marks=() if case[:2] == ("check", MODELS) else pytest.mark.full)
+    for case in product(("check", "gate", "evaluate", "traces"), (MODELS, VERSION, TEXT), range(len(unending(""))))
+]
 
 
-@pytest.mark.parametrize(
-    ("command", "path", "number"),
-    [
-        pytest.param(command, path, number, marks=() if command == "check" and path == MODELS else pytest.mark.full)
-        for command in ASKING
-        for path in (MODELS, VERSION, TEXT)
-        for number in range(len(unending("")))
-    ],
-)
+@pytest.mark.parametrize(("command", "path", "number"), ENDLESS)
 def test_no_answer_outlasts_its_timeout(
     command: str, path: str, number: int, model: Path, golden: Path, tasks: Path, tmp_path: Path, stub: Stub, run: Run
 ) -> None:
@@ -287,12 +282,9 @@ def test_no_answer_outlasts_its_timeout(
     stub.trigger = ""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps(PROMPTS[0]) + "\n")
-    settings = {
-        "check": ["--answers", golden],
-        "gate": ["--tasks", "sums", "--include-path", tasks, "--max-drop", 0.9],
-        "evaluate": ["--prompts", prompts],
-        "traces": ["--prompts", prompts, "-o", tmp_path / "out.jsonl"],
-    }
+    settings = {"check": ["--answers", golden], "evaluate": ["--prompts", prompts]}
+    settings["gate"] = ["--tasks", "sums", "--include-path", tasks, "--max-drop", 0.9]
+    settings["traces"] = ["--prompts", prompts, "-o", tmp_path / "out.jsonl"]
     told = run(command, model, *settings[command], "--server", stub.address, "--timeout", 0.5)
     assert told.status == 2 and told.err.count("Error: ") == 1, told
     assert re.search(f"did not answer within 0.5 seconds|answers with over {2**25:,} bytes", told.err), told
