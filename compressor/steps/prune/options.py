@@ -48,7 +48,8 @@ def protector_of(protect: Any) -> Protector | None:
 
 def protecting_packages(protect: Any) -> tuple[str, ...]:
     """Return the optional packages that a protector says it imports, as its `packages`."""
-    return getattr(protector_of(protect), "packages", ())
+    packages: tuple[str, ...] = getattr(protector_of(protect), "packages", ())
+    return packages
 
 
 def _check_protect(protect: Any) -> Any:
