@@ -29,5 +29,7 @@ def require(*packages: str) -> None:
     for package in packages:
         spec = find_spec(package) if find_spec(package.split(".")[0]) else None
         if spec is None or spec.origin is None:  # a mere folder of that name has no origin
-            missing = f"{package.replace('_', '-')} is missing"
-            raise CompressionError(f"{missing}; pip install 'moe-compressor[{EXTRAS[package]}]'")
+            name = package.replace("_", "-")
+            extra = EXTRAS.get(package)  # none of a plugin's own package
+            wanted = f"'moe-compressor[{extra}]'" if extra else name
+            raise CompressionError(f"{name} is missing; pip install {wanted}")

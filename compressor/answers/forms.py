@@ -4,7 +4,6 @@ generated."""
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from typing import Any
 
 from compressor.answers.server import Server
@@ -65,15 +64,22 @@ def task_forms(
             date = today() if date_facts(templates) else None
         elif uses_template:
             name = chosen if isinstance(chosen, str) else DEFAULT
-            digest = template_digest(source, templates, name)
+            if name not in templates:
+                raise CompressionError(
+                    f"{source.label} has no chat template {name!r}; "
+                    f"{known_names(name, templates)}; name one with --apply-chat-template, or pass "
+                    f"{PLAINLY}"
+                )
+            digest = hashlib.sha256(templates[name].encode()).hexdigest()
             date = date_facts(templates, name).get("date")
         settings = generation_settings(task, options)
+        examples = dict.fromkeys(
+            part.get_config("num_fewshot") or 0 for part in task.parts.values()
+        )
         forms[task.name] = TaskForm(
             name,
             digest,
-            tuple(
-                dict.fromkeys(part.get_config("num_fewshot") or 0 for part in task.parts.values())
-            ),
+            tuple(examples),
             uses_template and options.fewshot_as_multiturn is not False,
             options.system_instruction,
             options.enable_thinking,
@@ -87,22 +93,9 @@ def task_forms(
     if tasks and needs_template and not any(form.chat_template for form in forms.values()):
         raise CompressionError(
             "--enable-thinking and --fewshot-as-multiturn are of a chat template, and "
-            f"{source.label} is asked without "
-            "one; add --apply-chat-template"
+            f"{source.label} is asked without one; add --apply-chat-template"
         )
     return forms
-
-
-def template_digest(source: ModelSource, templates: Mapping[str, str], name: str) -> str:
-    """Return the SHA-256 of a chat template; raise `CompressionError` if there is none of this
-    name."""
-    if name not in templates:
-        raise CompressionError(
-            f"{source.label} has no chat template {name!r}; {known_names(name, templates)}; name "
-            "one with "
-            f"--apply-chat-template, or pass {PLAINLY}"
-        )
-    return hashlib.sha256(templates[name].encode()).hexdigest()
 
 
 def samples(settings: Mapping[str, Any] | None) -> bool:
@@ -123,24 +116,21 @@ def same_forms(
     for task, form in base.items():
         other = smaller[task]
         names = (form.chat_template, other.chat_template)
-        differ = (
-            None in names
-            if SERVED in names
-            else form.chat_template_sha256 != other.chat_template_sha256
-        )
+        differ = form.chat_template_sha256 != other.chat_template_sha256
+        if SERVED in names:
+            differ = None in names
         if differ:
+            ways = [_way(asdict(form)), _way(asdict(other))]
             raise CompressionError(
-                f"task {task!r} would be asked of {labels[0]} {_way(asdict(form))} and of "
-                f"{labels[1]} "
-                f"{_way(asdict(other))}; give both the same tokenizer files, or pass {PLAINLY}"
+                f"task {task!r} would be asked of {labels[0]} {ways[0]} and of {labels[1]} "
+                f"{ways[1]}; give both the same tokenizer files, or pass {PLAINLY}"
             )
         if form.date != other.date and ((form.date and other.date) or SERVED not in names):
             dates = [each.date or "not known" for each in (form, other)]
             raise CompressionError(
                 f"the chat template writes the date, which for task {task!r} is {dates[0]} in "
-                f"prompts of {labels[0]} "
-                f"and {dates[1]} in those of {labels[1]}; evaluate both on one day, or make the "
-                "baseline anew"
+                f"prompts of {labels[0]} and {dates[1]} in those of {labels[1]}; evaluate both on "
+                "one day, or make the baseline anew"
             )
         facts[task] = asdict(form)
         if names[0] != names[1]:
@@ -150,11 +140,17 @@ def same_forms(
 
 def form_sentences(forms: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return a sentence for tasks of each form, from the facts of the forms."""
-    ways = {task: _form_text(form) for task, form in forms.items()}
-    ordered = sorted(ways, key=ways.__getitem__)
-    return [
-        f"Asked {way}: {', '.join(tasks)}." for way, tasks in groupby(ordered, ways.__getitem__)
-    ]
+    tasks: dict[str, list[str]] = {}
+    for task, form in forms.items():
+        parts = [_way(form)]
+        if form.get("compressed_chat_template"):
+            parts[0] += f" (of the compressed model {form['compressed_chat_template']})"
+        for name, value in form.items():
+            if value is not None and "chat_template" not in name:
+                shown = "/".join(map(str, value)) if name == "num_fewshot" else one_line(str(value))
+                parts.append(f"{name} {shown}")
+        tasks.setdefault(", ".join(parts), []).append(task)
+    return [f"Asked {way}: {', '.join(tasks[way])}." for way in sorted(tasks)]
 
 
 def _way(form: Mapping[str, Any]) -> str:
@@ -164,14 +160,3 @@ def _way(form: Mapping[str, Any]) -> str:
         return "plainly"
     digest = form["chat_template_sha256"]
     return f"in the chat template {name}" + (f" (sha256 {digest[:SHOWN]})" if digest else "")
-
-
-def _form_text(form: Mapping[str, Any]) -> str:
-    parts = [_way(form)]
-    if form.get("compressed_chat_template"):
-        parts[0] += f" (of the compressed model {form['compressed_chat_template']})"
-    for name, value in form.items():
-        if value is not None and "chat_template" not in name:
-            shown = "/".join(map(str, value)) if name == "num_fewshot" else one_line(str(value))
-            parts.append(f"{name} {shown}")
-    return ", ".join(parts)

@@ -28,16 +28,7 @@ from compressor.answers.journal import Journal
 from compressor.answers.lm_eval_run import PACKAGES, fits_whole, identity
 from compressor.answers.options import NEW_TOKENS, AnswerOptions, GenerationOptions
 from compressor.answers.prompts import Prompt, is_chat, read_prompts, tokens_of, usable_prompts
-from compressor.answers.server import (
-    AT_ONCE,
-    Chat,
-    ChatChoice,
-    Completion,
-    Message,
-    Server,
-    TextChoice,
-    served_facts,
-)
+from compressor.answers.server import AT_ONCE, Message, Server, TextChoice, served_facts
 from compressor.checkpoint.source import ModelSource
 from compressor.devices import pick_device
 from compressor.errors import CompressionError, wrap_faults
@@ -155,8 +146,7 @@ class StockGenerator:
         if not facts.stops:
             raise CompressionError(
                 f"{self.label} has no end token, so no answer would end; name one as eos_token_id "
-                "in "
-                "generation_config.json"
+                "in generation_config.json"
             )
         return tokenizer, facts
 
@@ -168,18 +158,17 @@ class StockGenerator:
         tokenizer, facts = self.opened()
         if not fits_whole(self.source, self.dtype, self.device):
             raise CompressionError(
-                f"{self.label} does not fit into memory, which writing answers takes; let a "
-                "server write them "
-                "(--server), or judge without generating (--text)"
+                f"{self.label} does not fit into memory, which writing answers takes; let a server "
+                "write them (--server), or judge without generating (--text)"
             )
+
+        def decode(tokens: Sequence[int]) -> str:
+            shown = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+            return str(tokenizer.decode(tokens, **shown))
+
         queue = []
         for prompt, seed in requests:
-            # some decoders drop the space that opens a text: what is continued is decoded with its
-            # start
-            is_answer = bool(prompt.messages) or options.chat
-            queue.append(
-                _Question(prompt, seed, tokens_of(prompt, tokenizer, options.chat), is_answer)
-            )
+            queue.append(_Question(prompt, seed, tokens_of(prompt, tokenizer, options.chat)))
         queue.sort(key=lambda question: (-len(question.tokens), question.prompt.id, question.seed))
         device = pick_device(self.device)
         rows = self.rows or (CPU_ROWS if device.type == "cpu" else GPU_ROWS)
@@ -196,7 +185,14 @@ class StockGenerator:
                     written = _generate(model, batch, facts.stops, options)
                     for question, tokens in zip(batch, written, strict=True):
                         progress.advance("")
-                        yield _answer(tokenizer, question, tokens, facts.stops)
+                        # some decoders drop the space that opens a text: what is continued is
+                        # decoded with its start
+                        prompt = question.prompt
+                        opening = () if prompt.messages or options.chat else question.tokens
+                        ended: Ended = "end" if tokens[-1] in facts.stops else "length"
+                        of_text = tokens[:-1] if ended == "end" else tokens
+                        text = decode([*opening, *of_text])[len(decode(opening)) :]
+                        yield Answer(prompt.id, question.seed, tuple(tokens), text, ended)
             finally:
                 del model
                 free(device)
@@ -209,7 +205,6 @@ class _Question:
     prompt: Prompt
     seed: int
     tokens: tuple[int, ...]
-    is_answer: bool  # not text that goes on where the prompt ends
 
 
 def _batches(model: Any, queue: Sequence[_Question], rows: int) -> Iterator[Sequence[_Question]]:
@@ -271,12 +266,6 @@ def seed_of(request: GenerationRequest) -> int:
     return int(hashlib.sha256(f"{request[0].id} {request[1]}".encode()).hexdigest()[:15], 16)
 
 
-def draws(request: GenerationRequest, count: int) -> Tensor:
-    """Return the numbers in [0, 1) that choose an answer's tokens, [count] in float64."""
-    generator = torch.Generator().manual_seed(seed_of(request))
-    return torch.rand(count, generator=generator, dtype=torch.float64)
-
-
 @torch.inference_mode()
 def _generate(
     model: Any, batch: Sequence[_Question], stops: frozenset[int], options: GenerationOptions
@@ -286,9 +275,11 @@ def _generate(
 
     ids, mask = padded([question.tokens for question in batch], min(stops), "left")
     begin = ids.shape[1]
-    numbers = torch.stack(
-        [draws((question.prompt, question.seed), options.max_new_tokens) for question in batch]
-    )
+    drawn = []  # numbers in [0, 1) that choose an answer's tokens
+    for question in batch:
+        generator = torch.Generator().manual_seed(seed_of((question.prompt, question.seed)))
+        drawn.append(torch.rand(options.max_new_tokens, generator=generator, dtype=torch.float64))
+    numbers = torch.stack(drawn)
 
     def leave_chosen(tokens: Tensor, scores: Tensor) -> Tensor:
         """Mask all logits [B, V] but that of the chosen token of each row."""
@@ -315,21 +306,6 @@ def _generate(
     return rows
 
 
-def _answer(
-    tokenizer: Any, question: _Question, tokens: Sequence[int], stops: frozenset[int]
-) -> Answer:
-    def decode(tokens: Sequence[int]) -> str:
-        return str(
-            tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
-
-    opening = () if question.is_answer else question.tokens
-    ended: Ended = "end" if tokens[-1] in stops else "length"
-    of_text = tokens[:-1] if ended == "end" else tokens
-    text = decode([*opening, *of_text])[len(decode(opening)) :]
-    return Answer(question.prompt.id, question.seed, tuple(tokens), text, ended)
-
-
 @dataclass(frozen=True, slots=True)
 class ServedGenerator:
     """A served model that generates text; `source` holds its tokenizer."""
@@ -348,10 +324,8 @@ class ServedGenerator:
 
     def opened(self) -> tuple[Any, ModelFacts]:
         facts = read_facts(self.source.folder)
-        if self.server.max_length is not None:
-            facts = replace(
-                facts, positions=min(facts.positions or sys.maxsize, self.server.max_length)
-            )
+        limits = [limit for limit in (facts.positions, self.server.max_length) if limit]
+        facts = replace(facts, positions=min(limits, default=None))
         return load_tokenizer(self.source.folder), facts
 
     def write(
@@ -362,8 +336,7 @@ class ServedGenerator:
 
         def ask(request: GenerationRequest) -> Answer:
             prompt, seed = request
-            question = {
-                "model": self.server.model,
+            question: dict[str, Any] = {
                 "max_tokens": options.max_new_tokens,
                 "temperature": options.temperature,
                 "seed": seed_of(request) % 2**31,  # what servers take
@@ -371,20 +344,19 @@ class ServedGenerator:
             }
             if options.top_p is not None:
                 question["top_p"] = options.top_p
-            choice: ChatChoice | TextChoice
             if is_chat(prompt, tokenizer, options.chat):
                 question["messages"] = [with_json_arguments(message) for message in prompt.chat]
                 if prompt.tools:
                     question["tools"] = prompt.tools
-                choice = self.server.ask("/chat/completions", Chat, question).choices[0]
-                text = message_text(choice.message, prompt, tokenizer, options.chat)
             else:
                 question["prompt"] = prompt.text
-                choice = self.server.ask("/completions", Completion, question).choices[0]
+            choice = self.server.complete(question)
+            if isinstance(choice, TextChoice):
                 text = choice.text
-            return Answer(
-                prompt.id, seed, (), text, "end" if choice.finish_reason in ENDED else "length"
-            )
+            else:
+                text = message_text(choice.message, prompt, tokenizer, options.chat)
+            ended: Ended = "end" if choice.finish_reason in ENDED else "length"
+            return Answer(prompt.id, seed, (), text, ended)
 
         for answer in self.server.all(requests, ask, self.at_once):
             progress.advance("")

@@ -136,14 +136,33 @@ def rows_of(
 
     Raises `ItemError` where prompt or answer have no token, and `CompressionError` for one that the
     model doesn't know."""
+    opens = str(tokenizer.bos_token or "")
+    rows = []
     with wrap_faults("the tokenizer cannot take an item", *REMEDIES):
         contexts = item.contexts or [item.prompt] * len(item.continuations)
-        pairs = zip(contexts, item.continuations, strict=True)
-        rows = tuple(
-            _row(context, continuation, tokenizer, most) for context, continuation in pairs
-        )
+        for prompt, answer in zip(contexts, item.continuations, strict=True):
+            context = prompt.rstrip()
+            if context:
+                special = not (opens and context.startswith(opens))
+                before = list(tokenizer.encode(context, add_special_tokens=special))
+                whole = list(tokenizer.encode(prompt + answer, add_special_tokens=special))
+            else:  # the token that opens a text stands for the prompt, as with lm-eval
+                opening = tokenizer.bos_token_id
+                opening = tokenizer.eos_token_id if opening is None else opening
+                before = [] if opening is None else [int(opening)]
+                whole = before + list(tokenizer.encode(prompt + answer, add_special_tokens=False))
+            cut = 0 if most is None else max(0, len(whole) - most - 1)
+            start = len(before) - cut
+            whole = whole[cut:]
+            if not 0 < start < len(whole):
+                shown = answer if len(answer) < 40 else f"{answer[:40]} ..."
+                raise ItemError(
+                    f"prompt or answer have no token of their own (answer {shown!r}), or are "
+                    "longer than the model takes"
+                )
+            rows.append(TokenRow(tuple(map(int, whole)), start))
     check_vocabulary(max(max(row.tokens) for row in rows), vocabulary)
-    return rows
+    return tuple(rows)
 
 
 def tokenised(
@@ -161,31 +180,6 @@ def tokenised(
                 raise ItemError(f"{item.where or 'an item'}: {error}") from error
     left_out.report()
     return questions
-
-
-def _row(prompt: str, answer: str, tokenizer: Any, most: int | None) -> TokenRow:
-    context = prompt.rstrip()
-    opens = str(tokenizer.bos_token or "")
-    if context:
-        special = not (opens and context.startswith(opens))
-        before = list(tokenizer.encode(context, add_special_tokens=special))
-        whole = list(tokenizer.encode(prompt + answer, add_special_tokens=special))
-    else:  # the token that opens a text stands for the prompt, as with lm-eval
-        opening = (
-            tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-        )
-        before = [] if opening is None else [int(opening)]
-        whole = before + list(tokenizer.encode(prompt + answer, add_special_tokens=False))
-    cut = 0 if most is None else max(0, len(whole) - most - 1)
-    start = len(before) - cut
-    whole = whole[cut:]
-    if not 0 < start < len(whole):
-        shown = answer if len(answer) < 40 else f"{answer[:40]} ..."
-        raise ItemError(
-            f"prompt or answer have no token of their own (answer {shown!r}), or are longer than "
-            "the model takes"
-        )
-    return TokenRow(tuple(map(int, whole)), start)
 
 
 def likelihoods(logits: Tensor, rows: Sequence[TokenRow]) -> Tensor:

@@ -12,8 +12,8 @@ what it has been answered."""
 import math
 import sys
 from collections import ChainMap, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,11 +27,11 @@ from lm_eval.models.openai_completions import LocalCompletionsAPI
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from pydantic import FiniteFloat, TypeAdapter
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
+from compressor.answers.asking import padded
 from compressor.answers.decoding import free, read_facts
 from compressor.answers.journal import Journal
-from compressor.answers.server import AT_ONCE, Chat, Completion, PromptScores, Server, TextChoice
+from compressor.answers.server import AT_ONCE, ChatChoice, PromptScores, Server, TextChoice
 from compressor.answers.tasks import EvaluationOptions
 from compressor.checkpoint.source import ModelSource
 from compressor.devices import pick_device
@@ -59,10 +59,9 @@ TOGETHER = 256  # positions whose probabilities are held at once
 WAITING_SHARE = 4
 POSITIONS = 2048  # of a model that doesn't say how many it was made for
 MOST_STOPS = 4  # that a chat may name
-# a digest, and the text, the text and whether it is cut, or the log-likelihood
-LINE = TypeAdapter(tuple[str, str | tuple[str, bool] | tuple[FiniteFloat, bool]])
+# a digest, and the text and whether it is cut, or the log-likelihood
+LINE = TypeAdapter(tuple[str, tuple[str, bool] | tuple[FiniteFloat, bool]])
 
-TokenPair = tuple[Sequence[int], Sequence[int]]  # tokens, and a continuation of them
 # log likelihood in nats, and whether every token of it is the argmax
 Likelihood = tuple[float, bool]
 
@@ -93,17 +92,10 @@ class Watched(TemplateLM):
                 raise self.fault(f"a log-likelihood of {value}")
         self.answered.advance("")
 
-    def check_logits(self, module: Any, inputs: Any, output: Any) -> None:
-        """Refuse NaN where the next token is chosen, which would choose one in silence: [B, S,
-        V]."""
-        if not bool((output.logits[:, -1] < torch.inf).all()):
-            raise self.fault("logits that are NaN or infinite")
-
     def fault(self, what: str) -> CompressionError:
         return CompressionError(
             f"{self.label} gives {what} on task {self.task!r}, so its results mean nothing; check "
-            "its weights, or "
-            "pass --dtype float32 if they are sound"
+            "its weights, or pass --dtype float32 if they are sound"
         )
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
@@ -168,7 +160,13 @@ class WatchedModel(Watched, HFLM):
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **named: Any) -> Any:
         """Return context and answers as tokens, [B, S]; an answer that has no end is as long as it
         may be."""
-        with self.model.register_forward_hook(self.check_logits):
+
+        def check_logits(module: Any, inputs: Any, output: Any) -> None:
+            # NaN would choose a token in silence
+            if not bool((output.logits[:, -1] < torch.inf).all()):
+                raise self.fault("logits that are NaN or infinite")
+
+        with self.model.register_forward_hook(check_logits):
             tokens = super()._model_generate(context, max_length, stop, **named)
         ends = self.model.generation_config.eos_token_id
         ends = {*(ends if isinstance(ends, list) else [ends])}
@@ -185,51 +183,6 @@ class WatchedModel(Watched, HFLM):
         super().add_partial(kind, request, answer)
 
 
-def chat_settings(source: ModelSource, options: EvaluationOptions) -> dict[str, Any]:
-    """Return the arguments of lm-eval's model on chat templates and thinking.
-
-    Raises `CompressionError` for a tokenizer that transformers makes up, which lm-eval would not
-    refuse."""
-    templates = templates_of(load_tokenizer(source.folder))
-    name = options.apply_chat_template
-    # lm-eval itself takes a template's name and renders the default one
-    chosen = (
-        {"chat_template": templates[name]} if isinstance(name, str) and name in templates else {}
-    )
-    chosen |= dated_template(templates, str(name) if chosen else "default")
-    return {
-        "enable_thinking": options.enable_thinking,
-        "think_end_token": options.think_end_token,
-        "chat_template_args": chosen,
-    }
-
-
-@contextmanager
-def loaded_model(source: ModelSource, options: EvaluationOptions) -> Iterator[WatchedModel]:
-    """Load a model into memory, and free it afterwards."""
-    device = pick_device(options.device)
-    chat = chat_settings(source, options)
-    model = WatchedModel(
-        pretrained=str(source.folder.resolve()),  # an absolute path is never asked for on the Hub
-        device=str(device),
-        dtype=options.dtype,
-        batch_size=options.batch_size,
-        # sums in bfloat16 would round a perplexity by more than a compression costs
-        softmax_dtype="float32",
-        **chat,
-    )
-    try:
-        if torch.device(model.device).type != device.type:
-            raise CompressionError(
-                f"lm-eval cannot use device {options.device!r}; pass --device cpu or cuda"
-            )
-        yield model
-    finally:
-        model._model = None
-        del model
-        free(device)
-
-
 @dataclass(frozen=True, slots=True)
 class Input:
     """Tokens [S] that a model runs once, and the continuations that end with the token it predicts
@@ -242,34 +195,6 @@ class Input:
     def scored(self) -> int:
         """Number of positions, the last ones, whose logits are needed."""
         return max(len(tokens) for _, tokens in self.continuations)
-
-
-def inputs_of(requests: Sequence[TokenPair], most: int) -> list[Input]:
-    """Return the different inputs of all requests, longest first, cut on the left to `most` tokens
-    like lm-eval's.
-
-    The answers A and B to one question differ in their last token alone, so they share an input.
-    """
-    continuations = defaultdict[tuple[int, ...], list[tuple[int, tuple[int, ...]]]](list)
-    for number, (before, after) in enumerate(requests):
-        tokens = (*before, *after)[-most - 1 : -1]
-        continuations[tokens].append((number, tuple(after)))
-    inputs = [Input(tokens, tuple(after)) for tokens, after in continuations.items()]
-    return sorted(inputs, key=lambda row: (-len(row.tokens), row.tokens))
-
-
-def batches_of(inputs: Iterable[Input], rows: int, positions: int) -> list[list[Input]]:
-    """Split inputs in order into batches of at most so many rows and scored positions, one row at
-    the least."""
-    batches: list[list[Input]] = []
-    left = 0
-    for row in inputs:
-        if not batches or len(batches[-1]) == rows or row.scored > left:
-            batches.append([])
-            left = positions
-        batches[-1].append(row)
-        left -= row.scored
-    return batches
 
 
 def score(logits: Tensor, tokens: Sequence[int]) -> Likelihood:
@@ -360,8 +285,8 @@ class StreamedModel(WatchedModel):
 
         Several ranks share the batches, and each gets all answers.
         """
-        pairs = [(before, after) for _, before, after in requests]
-        for before, after in pairs:
+        continuations = defaultdict[tuple[int, ...], list[tuple[int, tuple[int, ...]]]](list)
+        for number, (_, before, after) in enumerate(requests):
             if not before or not after:
                 raise CompressionError(
                     "an item has a prompt or an answer without a token; give both some text"
@@ -371,19 +296,28 @@ class StreamedModel(WatchedModel):
                     f"an answer has {len(after):,} tokens, the model takes {self.max_length:,}; "
                     "shorten it"
                 )
+            # The answers A and B to one question differ in their last token alone, so they share
+            # an input, cut on the left like lm-eval's.
+            tokens = (*before, *after)[-self.max_length - 1 : -1]
+            continuations[tokens].append((number, tuple(after)))
+        inputs = [Input(tokens, tuple(after)) for tokens, after in continuations.items()]
+        inputs.sort(key=lambda row: (-len(row.tokens), row.tokens))
         model = self.opened
-        positions = LOGIT_BYTES // (4 * model.vocabulary)
-        batches = batches_of(inputs_of(pairs, self.max_length), self.rows, positions)
+        batches: list[list[Input]] = []
+        left = 0  # positions whose logits the batch has room for
+        for row in inputs:
+            if not batches or len(batches[-1]) == self.rows or row.scored > left:
+                batches.append([])
+                left = LOGIT_BYTES // (4 * model.vocabulary)
+            batches[-1].append(row)
+            left -= row.scored
         budget = DEFAULT_ACTIVATION_BUDGET
-        free_memory = available()
-        if free_memory is not None:
+        if (free_memory := available()) is not None:
             budget = min(budget, free_memory // WAITING_SHARE)
         # padded on the right: what follows a token does not reach it, so no mask is needed
-        tokens = []
+        input_ids = []
         for batch in batches:
-            tokens.append(
-                pad_sequence([torch.tensor(row.tokens) for row in batch], batch_first=True)
-            )
+            input_ids.append(padded([row.tokens for row in batch], 0)[0])
         visitor = _LikelihoodVisitor(batches)
         phase = f"Evaluating {self.label} on {self.task}, layer by layer"
         head = head_of(model.partial.model)
@@ -394,7 +328,7 @@ class StreamedModel(WatchedModel):
         ):
             streamed = Pass(
                 model,
-                tokens,
+                input_ids,
                 self.layers,
                 phase,
                 to_end=True,
@@ -406,31 +340,11 @@ class StreamedModel(WatchedModel):
         for number, (request, _, _) in enumerate(requests):
             if request is not None:  # windows of a longer text are watched as one
                 self.cache_hook.add_partial("loglikelihood", request, answers[number])
-        return [answers[number] for number in range(len(pairs))]
+        return [answers[number] for number in range(len(requests))]
 
 
-@contextmanager
-def streamed_model(source: ModelSource, options: EvaluationOptions) -> Iterator[StreamedModel]:
-    """Open a model that answers with one layer in memory at a time."""
-    chat = chat_settings(source, options)
-    opened = open_model(source, options.dtype, options.device)
-    usual = CPU_BATCH if opened.partial.device.type == "cpu" else GPU_BATCH
-    try:
-        yield StreamedModel(
-            opened, usual if isinstance(options.batch_size, str) else options.batch_size, **chat
-        )
-    finally:
-        opened.partial.release("")
-        free(opened.partial.device)
-
-
-@dataclass(frozen=True, slots=True)
-class ServedQuestion:
-    """A request and the reader of its answer."""
-
-    key: str  # of the journal
-    payload: Mapping[str, Any]
-    read: Callable[[Any], Any]  # of its completion, or of its chat if the payload has messages
+# of the journal; the question; and the reader of what is written
+ServedQuestion = tuple[str, Mapping[str, Any], Callable[[Any], Any]]
 
 
 class ChatPrompt(str):
@@ -452,14 +366,19 @@ class ServedModel(Watched, LocalCompletionsAPI):
     batch_size = sys.maxsize  # all windows of long texts are asked together
 
     def __init__(
-        self, server: Server, source: ModelSource, options: EvaluationOptions, journal: Journal
+        self,
+        server: Server,
+        source: ModelSource,
+        options: EvaluationOptions,
+        journal: Journal,
+        chat: Mapping[str, Any],
     ) -> None:
         TemplateLM.__init__(self)  # an API's own asks for packages that its own requests take
         self.server = server
         self.journal = journal
         self.tokenizer = load_tokenizer(source.folder)
         self.options = options
-        self.chat_template_args = chat_settings(source, options)["chat_template_args"]
+        self.chat_template_args = dict(chat["chat_template_args"])
         if options.enable_thinking is not None:
             self.chat_template_args["enable_thinking"] = options.enable_thinking
         self.tokenized_requests = server.scored == "tokens"
@@ -478,12 +397,10 @@ class ServedModel(Watched, LocalCompletionsAPI):
         for _, context, continuation in requests:
             tokens = [*context, *continuation][-self.max_length - 1 :]
             begin = max(1, len(tokens) - len(continuation))
-            payload = self._create_payload(self._prompt(tokens), seed=self.sampling_seed)
-            questions.append(
-                ServedQuestion(
-                    request_key(payload, begin), payload, partial(self._likelihood, tokens, begin)
-                )
-            )
+            prompt = tokens if self.tokenized_requests else self.tokenizer.decode(tokens)
+            payload = self._create_payload(prompt, seed=self.sampling_seed)
+            read = partial(self._likelihood, tokens, begin)
+            questions.append((request_key(payload, begin), payload, read))
         is_item = bool(requests) and requests[0][0] is not None  # not a window of a longer text
         return self._answers(questions, is_item)
 
@@ -493,22 +410,27 @@ class ServedModel(Watched, LocalCompletionsAPI):
         for context, given in (request.args for request in requests):
             settings: Any = normalize_gen_kwargs(given, self._max_gen_toks)
             room = max(1, self.max_length + 1 - settings["max_gen_toks"])
-            prompt = self.tok_encode(context)[-room:] if self.tokenized_requests else context
             payload = self._create_payload(
-                self._prompt(prompt),
+                self.tok_encode(context)[-room:] if self.tokenized_requests else context,
                 generate=True,
                 gen_kwargs=settings,
                 seed=self.sampling_seed,
                 eos=self.eos_string,
             )
             payload |= self.server.plain
-            read = partial(self._text, payload["stop"])
+            read = partial(self._text, list(payload["stop"]))
             if isinstance(context, ChatPrompt):
-                payload = self._chat_payload(payload, context.messages)
-            questions.append(ServedQuestion(request_key(payload), payload, read))
+                del payload["prompt"]
+                payload["messages"] = context.messages
+                payload["stop"] = payload["stop"][:MOST_STOPS]
+                if self.options.enable_thinking is not None:
+                    thinking = {"enable_thinking": self.options.enable_thinking}
+                    payload["chat_template_kwargs"] = thinking
+                if context.messages[-1]["role"] == "assistant":  # it goes on where that ends
+                    payload |= {"add_generation_prompt": False, "continue_final_message": True}
+            questions.append((request_key(payload), payload, read))
         answers = []
-        for request, answer in zip(requests, self._answers(questions), strict=True):
-            text, is_cut = (answer, False) if isinstance(answer, str) else answer
+        for request, (text, is_cut) in zip(requests, self._answers(questions), strict=True):
             answers.append(text)
             if is_cut:
                 self.cut.add(request.args[0])
@@ -524,56 +446,28 @@ class ServedModel(Watched, LocalCompletionsAPI):
         prompt.messages = chat_history
         return prompt
 
-    def _chat_payload(
-        self, payload: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
-    ) -> dict[str, Any]:
-        """Return the payload of a chat for that of a text; an unfinished answer goes on where it
-        ends."""
-        chat = {name: value for name, value in payload.items() if name != "prompt"}
-        chat["messages"] = messages
-        chat["stop"] = payload["stop"][:MOST_STOPS]
-        if self.options.enable_thinking is not None:
-            chat["chat_template_kwargs"] = {"enable_thinking": self.options.enable_thinking}
-        if messages[-1]["role"] == "assistant":
-            chat |= {"add_generation_prompt": False, "continue_final_message": True}
-        return chat
-
-    def _text(self, stops: Sequence[str], response: Completion | Chat) -> tuple[str, bool]:
+    def _text(self, stops: list[str], choice: TextChoice | ChatChoice) -> tuple[str, bool]:
         """Return an answer without thinking, ended like one of lm-eval's own model, and True if it
         has no end."""
-        choice = response.choices[0]
         text = choice.text if isinstance(choice, TextChoice) else choice.message.text
         end = self.options.think_end_token
         if str(end).isdigit():
             end = self.tokenizer.decode([int(str(end))])
-        return str(
-            postprocess_generated_text(text, list(stops), end)
-        ), choice.finish_reason == "length"
+        ended = str(postprocess_generated_text(text, stops, end))
+        return ended, choice.finish_reason == "length"
 
-    def _prompt(self, prompt: Any) -> Any:
-        """Return token ids unchanged if the server takes them, else their text."""
-        return (
-            prompt
-            if self.tokenized_requests or isinstance(prompt, str)
-            else self.tokenizer.decode(prompt)
-        )
-
-    def _likelihood(self, tokens: Sequence[int], begin: int, response: Completion) -> Likelihood:
-        pieces = (
-            None
-            if self.tokenized_requests
-            else [self.tokenizer.decode([token]) for token in tokens]
-        )
-        scores = PromptScores.of(response.choices[0].logprobs, len(tokens), pieces)
+    def _likelihood(self, tokens: Sequence[int], begin: int, choice: TextChoice) -> Likelihood:
+        pieces = None
+        if not self.tokenized_requests:
+            pieces = [self.tokenizer.decode([token]) for token in tokens]
+        scores = PromptScores.of(choice.logprobs, len(tokens), pieces)
         likelihood = None if scores is None else scores.likelihood(begin)
         if likelihood is not None:
             return likelihood
         raise CompressionError(
             f"task {self.task!r} takes log-probabilities of the {len(tokens)} tokens of a prompt, "
-            "and "
-            f"{self.server.label} gives others: it hides the token that opens a text, cuts long "
-            "prompts, or has "
-            "another tokenizer; name another task, or serve the model by vLLM"
+            f"and {self.server.label} gives others: it hides the token that opens a text, cuts "
+            "long prompts, or has another tokenizer; name another task, or serve the model by vLLM"
         )
 
     def _answers(self, questions: Sequence[ServedQuestion], are_items: bool = True) -> list[Any]:
@@ -581,15 +475,10 @@ class ServedModel(Watched, LocalCompletionsAPI):
         answers = dict(self.journal.read())
 
         def ask(question: ServedQuestion) -> tuple[str, Any]:
-            if question.key in answers:
-                return question.key, answers[question.key]
-            if "messages" in question.payload:
-                return question.key, question.read(
-                    self.server.ask("/chat/completions", Chat, question.payload)
-                )
-            return question.key, question.read(
-                self.server.ask("/completions", Completion, question.payload)
-            )
+            key, payload, read = question
+            if key in answers:
+                return key, answers[key]
+            return key, read(self.server.complete(payload))
 
         for key, answer in self.server.all(questions, ask, self.at_once):
             if key not in answers:
@@ -597,26 +486,66 @@ class ServedModel(Watched, LocalCompletionsAPI):
                 self.journal.add((key, answer))
             if are_items:
                 self.answered.advance("")
-        return [answers[question.key] for question in questions]
+        return [answers[key] for key, *_ in questions]
 
 
 @contextmanager
-def served_model(
-    server: Server, source: ModelSource, options: EvaluationOptions, journal: Path
-) -> Iterator[ServedModel]:
-    """Open a served model; the file `journal` keeps its answers until all tasks have results."""
-    yield ServedModel(server, source, options, Journal(journal, LINE))
-    journal.unlink(missing_ok=True)
-
-
 def lm_eval_model(
     source: ModelSource,
     options: EvaluationOptions,
-    streamed: bool,
-    server: Server | None,
-    journal: Path | None,
-) -> AbstractContextManager[Watched]:
-    """Open the model that answers lm-eval: a server's, or a checkpoint's, streamed or in memory."""
+    streamed: bool = False,
+    server: Server | None = None,
+    journal: Path | None = None,
+) -> Iterator[Any]:
+    """Open the model that answers lm-eval: a checkpoint, streamed or in memory, or a server's.
+
+    A checkpoint is freed afterwards; the `journal` keeps a server's answers until all tasks have
+    results. Raises `CompressionError` for a tokenizer that transformers makes up, which lm-eval
+    would not refuse."""
+    templates = templates_of(load_tokenizer(source.folder))
+    name = options.apply_chat_template
+    # lm-eval itself takes a template's name and renders the default one
+    chosen = (
+        {"chat_template": templates[name]} if isinstance(name, str) and name in templates else {}
+    )
+    chosen |= dated_template(templates, str(name) if chosen else "default")
+    chat: dict[str, Any] = {
+        "enable_thinking": options.enable_thinking,
+        "think_end_token": options.think_end_token,
+        "chat_template_args": chosen,
+    }
     if server is not None and journal is not None:
-        return served_model(server, source, options, journal)
-    return streamed_model(source, options) if streamed else loaded_model(source, options)
+        yield ServedModel(server, source, options, Journal(journal, LINE), chat)
+        journal.unlink(missing_ok=True)
+        return
+    device = pick_device(options.device)
+    if streamed:
+        opened = open_model(source, options.dtype, options.device)
+        rows = CPU_BATCH if device.type == "cpu" else GPU_BATCH
+        if isinstance(options.batch_size, int):
+            rows = options.batch_size
+        try:
+            yield StreamedModel(opened, rows, **chat)
+        finally:
+            opened.partial.release("")
+            free(device)
+        return
+    model = WatchedModel(
+        pretrained=str(source.folder.resolve()),  # an absolute path is never asked for on the Hub
+        device=str(device),
+        dtype=options.dtype,
+        batch_size=options.batch_size,
+        # sums in bfloat16 would round a perplexity by more than a compression costs
+        softmax_dtype="float32",
+        **chat,
+    )
+    try:
+        if torch.device(model.device).type != device.type:
+            raise CompressionError(
+                f"lm-eval cannot use device {options.device!r}; pass --device cpu or cuda"
+            )
+        yield model
+    finally:
+        model._model = None
+        del model
+        free(device)

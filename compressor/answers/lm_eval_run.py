@@ -6,7 +6,7 @@ does not fit into memory, or is shared by several ranks, answers layer by layer.
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
@@ -74,9 +74,11 @@ def item_scores(
     if negated and cut_is_wrong:
         raise CompressionError(
             f"task {task.name!r} scores by {metric}, of which less is better, so no score is that "
-            "of a wrong answer; "
-            "leave out --cut-counts-as-wrong"
+            "of a wrong answer; leave out --cut-counts-as-wrong"
         )
+    chance = 0.0 if task.kinds == {"generate_until"} else None
+    if task.kinds == {"multiple_choice"}:
+        chance = fmean(1 / len(row["filtered_resps"]) for row in chain.from_iterable(rows.values()))
     items = []
     for part in task.parts:
         for row in rows[part]:
@@ -102,27 +104,8 @@ def item_scores(
         version=task.version,
         kind=kind,
         items=tuple(items),
-        chance=_chance(task, rows),
+        chance=chance,
     )
-
-
-def _chance(task: EvaluationTask, rows: Mapping[str, Rows]) -> float | None:
-    """Return the share of a task's items that guessing gets right; None if it is not known."""
-    if task.kinds == {"generate_until"}:
-        return 0.0
-    if task.kinds != {"multiple_choice"}:
-        return None
-    return fmean(1 / len(row["filtered_resps"]) for row in chain.from_iterable(rows.values()))
-
-
-def mean_scores(repeats: Sequence[ItemScores]) -> ItemScores:
-    """Return each item's mean over repeated results of one model on a task."""
-    items = []
-    for answers in zip(*(scores.items for scores in repeats), strict=True):
-        mean = math.fsum(answer.score for answer in answers) / len(answers)
-        cut = None if answers[0].cut is None else fmean(answer.cut for answer in answers)
-        items.append(replace(answers[0], score=mean, cut=cut))
-    return replace(repeats[0], items=tuple(items))
 
 
 def choose_metric(task: EvaluationTask, rows: Mapping[str, Rows], named: str) -> tuple[str, Kind]:
@@ -133,28 +116,26 @@ def choose_metric(task: EvaluationTask, rows: Mapping[str, Rows], named: str) ->
         [named] if named else (*task.parts[first].aggregation(), *rows[first][0]["metrics"])
     )
     for name in names:
-        kinds = set()
+        kinds = set[Kind | None]()
         for part, task_object in task.parts.items():
             is_perplexity = aggregates_perplexity(task_object, name)
-            kinds |= {_kind(row.get(name), is_perplexity) for row in rows[part]}
+            for row in rows[part]:
+                value = row.get(name)
+                is_weighted = isinstance(value, tuple) and len(value) == 2
+                if is_perplexity and (is_weighted or hasattr(value, "__float__")):
+                    kinds.add("likelihood")
+                # NumPy's numbers have it, text has not
+                elif not is_weighted and hasattr(value, "__float__"):
+                    kinds.add("score")
+                else:  # it does not belong to the item alone
+                    kinds.add(None)
         (kind, *others) = kinds
         if kind is not None and not others:
             return name, kind
     raise CompressionError(
         f"task {task.name!r} has no metric of single items (it has {', '.join(names) or 'none'}), "
-        "so models cannot be "
-        "compared item by item; name another task"
+        "so models cannot be compared item by item; name another task"
     )
-
-
-def _kind(value: Any, is_perplexity: bool) -> Kind | None:
-    """Return the kind of an item's value; None for a value that does not belong to the item
-    alone."""
-    if isinstance(value, tuple) and len(value) == 2:
-        return "likelihood" if is_perplexity else None
-    if not hasattr(value, "__float__"):  # NumPy's numbers have it, text has not
-        return None
-    return "likelihood" if is_perplexity else "score"
 
 
 def identity(
@@ -169,12 +150,11 @@ def identity(
         return served_facts(server, source.folder)
     if source.revision is not None:
         return {"repository": source.name, "commit": source.revision}
-    texts = [
-        path for path in source.folder.iterdir() if path.suffix in READ_WHOLE and path.is_file()
-    ]
-    files = {
-        path.name: file_digest(path) for path in sorted(texts) if path.name not in (REPORT, GOLDEN)
-    }
+    files = {}
+    for path in sorted(source.folder.iterdir()):
+        is_text = path.suffix in READ_WHOLE and path.is_file()
+        if is_text and path.name not in (REPORT, GOLDEN):
+            files[path.name] = file_digest(path)
     weights = [list(entry) for entry in Checkpoint(source.folder).stamp()]
     facts: dict[str, Any] = {"weights": weights, "files": files}
     if digests:
@@ -244,29 +224,29 @@ class TaskEvaluation:
                         )
                         for task in together:
                             wrong = options.cut_counts_as_wrong and task.generates
-                            scores = mean_scores(
-                                [item_scores(task, samples, wrong) for samples in repeats]
-                            )
-                            took = seconds * len(scores.items)
-                            results[task.name] = replace(
-                                scores, streamed=self.streamed, seconds=took
-                            )
-                            self._store(results[task.name])
+                            scored = [item_scores(task, samples, wrong) for samples in repeats]
+                            results[task.name] = self._mean(scored, seconds)
         return {task.name: results[task.name] for task in self.tasks}
 
-    def _store(self, scores: ItemScores) -> None:
-        """Store a result. Where that fails, the run goes on with a warning."""
-        if not ranks().is_first:
-            return
-        for path, key in self.files.get(scores.task, {}).items():
+    def _mean(self, repeats: Sequence[ItemScores], seconds: float) -> ItemScores:
+        """Return each item's mean over repeated results on a task, and store it.
+
+        Where that fails, the run goes on with a warning.
+        """
+        items = []
+        for answers in zip(*(scores.items for scores in repeats), strict=True):
+            mean = math.fsum(answer.score for answer in answers) / len(answers)
+            cut = None if answers[0].cut is None else fmean(answer.cut for answer in answers)
+            items.append(replace(answers[0], score=mean, cut=cut))
+        took = seconds * len(items)
+        scores = replace(repeats[0], items=tuple(items), streamed=self.streamed, seconds=took)
+        files = self.files.get(scores.task, {}) if ranks().is_first else {}
+        for path, key in files.items():
             error = write_cached(path, {"key": key, "scores": asdict(scores)})
             if error:
-                logger.warning(
-                    "the results on %s could not be stored in %s: %s",
-                    scores.task,
-                    path.parent,
-                    error,
-                )
+                warning = "the results on %s could not be stored in %s: %s"
+                logger.warning(warning, scores.task, path.parent, error)
+        return scores
 
 
 def _evaluated(
@@ -336,8 +316,17 @@ def plan_evaluation(
             key |= task.settings.model_dump(exclude_none=True)
             key["form"] = asdict(forms[task.name])
             files[task.name][cache / f"{request_key(key)[:32]}.json"] = key
-    stored = ranks().broadcast(lambda: {name: _stored(paths) for name, paths in files.items()})
-    known = {name: scores for name, scores in stored.items() if scores is not None}
+
+    def stored() -> dict[str, ItemScores]:
+        """Return the first result of each task that can be read."""
+        known = dict[str, ItemScores]()
+        for name, paths in files.items():
+            for content in filter(None, map(read_cached, paths)):
+                with suppress(KeyError, CompressionError):  # of another version of this package
+                    known.setdefault(name, read_as(ItemScores, content["scores"]))
+        return known
+
+    known = ranks().broadcast(stored)
     journal = None
     if server is not None:
         journal = cache / f"served-{request_key(served_facts(server, source.folder))[:32]}.jsonl"
@@ -351,20 +340,11 @@ def plan_evaluation(
             size = human_bytes(weight_bytes(source, options.dtype))
             raise CompressionError(
                 f"task {task.name!r} writes its answers, which needs all {size} of {source.label} "
-                "in memory; name "
-                "tasks of multiple choice or likelihood, or pass --no-stream"
+                "in memory; name tasks of multiple choice or likelihood, or pass --no-stream"
             )
     return TaskEvaluation(
         source, tuple(tasks), options, server, journal, streamed, files, known, forms
     )
-
-
-def _stored(files: Iterable[Path]) -> ItemScores | None:
-    """Return the first result that can be read."""
-    for content in filter(None, map(read_cached, files)):
-        with suppress(KeyError, CompressionError):  # of another version of this package
-            return read_as(ItemScores, content["scores"])
-    return None
 
 
 def weight_bytes(source: ModelSource, dtype: str) -> int:
@@ -382,11 +362,9 @@ def streams(source: ModelSource, options: EvaluationOptions) -> bool:
     Raises `CompressionError` where several ranks are asked not to.
     """
     if ranks().is_alone:
-        return (
-            options.stream
-            if options.stream is not None
-            else not fits_whole(source, options.dtype, options.device)
-        )
+        if options.stream is not None:
+            return options.stream
+        return not fits_whole(source, options.dtype, options.device)
     if options.stream is False:
         raise CompressionError(
             "several ranks answer layer by layer; leave out --no-stream, or start it without "

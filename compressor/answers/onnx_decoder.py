@@ -64,8 +64,7 @@ class OnnxDecoder:
             if output is None:
                 raise CompressionError(
                     f"{GRAPH}: nothing is known to feed its input {name!r} with, and no output "
-                    "gives its next "
-                    "value; export the model again"
+                    "gives its next value; export the model again"
                 )
             # no past before the first token, zeros along axes that are fixed; a name is that of a
             # length that may vary
@@ -228,8 +227,7 @@ def prepare(
     if not (folder / GRAPH).is_file():
         raise CompressionError(
             f"{folder} has no {GRAPH}; name the folder of an ONNX export, or run a safetensors "
-            "checkpoint by "
-            "transformers"
+            "checkpoint by transformers"
         )
     tokenizer = load_tokenizer(folder)
     facts = read_facts(folder, tokenizer)
@@ -241,9 +239,8 @@ def prepare(
     most = options.max_new_tokens
     if facts.positions is not None and len(ids) + most > facts.positions:
         logger.warning(
-            "a prompt of %d tokens and up to %d new ones go beyond the %d positions that the "
-            "model was made for; what "
-            "comes after them may be nonsense",
+            "a prompt of %d tokens and up to %d new ones go beyond the %d positions that the model "
+            "was made for; what comes after them may be nonsense",
             len(ids),
             most,
             facts.positions,

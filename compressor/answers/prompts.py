@@ -4,7 +4,7 @@ other text."""
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,7 +89,13 @@ def read_prompts(
     prompts = dict[str, Prompt]()
     for source, domain in map(domain_of, arguments):
         read = source_rows(WeightedSource(source, 1.0), 0, "prompts")
-        rows = _lines(read.rows) if read.is_prose else read.rows
+        rows: Iterable[Row] = read.rows
+        if read.is_prose:
+            rows = documents = list(rows)
+            if len(documents) == 1 and isinstance(documents[0][1], str):
+                where, text = documents[0]
+                lines = text.removesuffix("\n").split("\n")
+                rows = [(f"{where}, line {number}", line) for number, line in enumerate(lines, 1)]
         column = SourceSpec.parse(source).column
         left_out = LeftOut(f"prompts of {source}", strict)
         taken = 0
@@ -127,18 +133,6 @@ def usable_prompts(
                 usable.append(prompt)
     left_out.report()
     return tuple(usable)
-
-
-def _lines(rows: Iterable[Row]) -> Iterator[Row]:
-    """Yield the documents of a text file, or its lines if no blank line separates documents."""
-    documents = list(rows)
-    if len(documents) == 1 and isinstance(documents[0][1], str):
-        where, text = documents[0]
-        return (
-            (f"{where}, line {number}", line)
-            for number, line in enumerate(text.removesuffix("\n").split("\n"), 1)
-        )
-    return iter(documents)
 
 
 def _prompt(row: Any, column: str | None, domain: str, where: str, left_out: LeftOut) -> Prompt:
@@ -219,7 +213,6 @@ def tokens_of(
     if len(ids) > most:
         raise ItemError(
             f"{prompt.where} has more than {most:,} tokens, which with --max-new-tokens goes "
-            "beyond the positions that "
-            "the model was made for; shorten it or lower that"
+            "beyond the positions that the model was made for; shorten it or lower that"
         )
     return ids

@@ -165,37 +165,6 @@ class Refusal(Checked):
 Reply = TypeVar("Reply", bound=Checked)
 
 
-def _refusal(url: str, response: Any) -> CompressionError:
-    status = response.status_code
-    reason = response.reason_phrase or "no reason"
-    with suppress(ValidationError):  # no JSON object
-        refusal = Refusal.model_validate_json(response.content)
-        error = refusal.error.message if isinstance(refusal.error, Fault) else refusal.error
-        reason = refusal.message or error or reason
-    remedy = "see its log"
-    if status in (401, 403):
-        remedy = f"put its key into the environment variable {KEY_VARIABLE}"
-    elif status == 404:
-        remedy = "is it an OpenAI-compatible server, and has it this model?"
-    return RefusedError(f"{url} answers {status} ({reason_of(Exception(reason))}); {remedy}")
-
-
-async def _read(answer: Any) -> Any:
-    """Read a response's body as it is sent, up to the largest."""
-    import httpx2
-
-    body = bytearray()
-    async for part in answer.aiter_raw():
-        body += part
-        if len(body) > MOST_BYTES:
-            raise EndlessError(f"{answer.url} answers with over {MOST_BYTES:,} bytes; {REMEDY}")
-    location = {name: answer.headers[name] for name in ("location",) if name in answer.headers}
-    extensions = {"reason_phrase": answer.reason_phrase.encode()}
-    return httpx2.Response(
-        answer.status_code, headers=location, content=bytes(body), extensions=extensions
-    )
-
-
 @cache
 def _certificates() -> Any:
     """Return the certificates of all connections, which take long to read."""
@@ -229,9 +198,21 @@ class Server:
         """Return the answer to a GET, or to a POST of a payload; raises `CompressionError` for all
         else."""
         url = f"{self.address}{path}"
-        response = self._send(url, payload)
+        response, content = self._send(url, payload)
+        status = response.status_code
         if response.is_error:
-            raise _refusal(url, response)
+            reason = response.reason_phrase or "no reason"
+            with suppress(ValidationError):  # no JSON object
+                refusal = Refusal.model_validate_json(content)
+                error = refusal.error.message if isinstance(refusal.error, Fault) else refusal.error
+                reason = refusal.message or error or reason
+            remedy = "see its log"
+            if status in (401, 403):
+                remedy = f"put its key into the environment variable {KEY_VARIABLE}"
+            elif status == 404:
+                remedy = "is it an OpenAI-compatible server, and has it this model?"
+            reason = reason_of(Exception(reason))
+            raise RefusedError(f"{url} answers {status} ({reason}); {remedy}")
         if not response.is_success:
             location = response.headers.get("location") or "nowhere"
             raise CompressionError(
@@ -239,29 +220,71 @@ class Server:
                 "server itself"
             )
         try:
-            return kind.model_validate_json(response.content)
+            return kind.model_validate_json(content)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             field = ".".join(map(str, first["loc"])) or "its answer"
             raise CompressionError(f"{url}: {field} is wrong ({first['msg']}); {REMEDY}") from error
 
-    def _send(self, url: str, payload: Mapping[str, Any] | None) -> Any:
-        """Send a request, again after an error that may pass; all tries share the timeout."""
+    def complete(self, question: Mapping[str, Any]) -> "TextChoice | ChatChoice":
+        """Return what is written after a prompt, or as the next message of a chat."""
+        question = {"model": self.model, **question}
+        if "messages" in question:
+            return self.ask("/chat/completions", Chat, question).choices[0]
+        return self.ask("/completions", Completion, question).choices[0]
+
+    def _send(self, url: str, payload: Mapping[str, Any] | None) -> tuple[Any, bytes]:
+        """Send a request, again after an error that may pass; all tries share the timeout.
+
+        Returns the response and its body, which is read as it is sent, up to the largest.
+        """
         import anyio
         import httpx2
 
-        async def send() -> Any:
+        # A compressed body could grow without bound.
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if key := os.environ.get(KEY_VARIABLE, "").strip():
+            headers["Authorization"] = f"Bearer {key}"
+        request = {"method": "GET", "url": url, "headers": headers}
+        if payload is not None:
+            request |= {"method": "POST", "content": json.dumps(payload)}
+
+        async def read(client: Any) -> tuple[Any, bytes]:
+            body = bytearray()
+            async with client.stream(**request) as response:
+                async for part in response.aiter_raw():
+                    body += part
+                    if len(body) > MOST_BYTES:
+                        raise EndlessError(
+                            f"{url} answers with over {MOST_BYTES:,} bytes; {REMEDY}"
+                        )
+            return response, bytes(body)
+
+        async def send() -> tuple[Any, bytes]:
+            proxies = httpx2.URL(url).host not in LOCAL
+            settings = {"timeout": None, "trust_env": proxies, "verify": _certificates()}
             # A timeout of the client counts anew with each byte, so a slow answer would outlast it.
             with anyio.fail_after(self.timeout):
-                return await self._try(url, payload)
+                async with httpx2.AsyncClient(**settings) as client:
+                    for attempt in range(TRIES):
+                        is_last = attempt == TRIES - 1
+                        try:
+                            response, body = await read(client)
+                            if is_last or response.status_code not in BUSY:
+                                break
+                        # A connection may be reset.
+                        except (httpx2.ReadError, httpx2.WriteError, httpx2.RemoteProtocolError):
+                            if is_last:
+                                raise
+                        await anyio.sleep(PAUSE * 2**attempt)
+            return response, body
 
         try:
             return anyio.run(send)
         except TimeoutError as error:
             raise EndlessError(
                 f"{self.address} did not answer within {self.timeout:g} seconds; what it has "
-                "answered is kept: "
-                "see what keeps it, or raise --timeout, and repeat the command"
+                "answered is kept: see what keeps it, or raise --timeout, and repeat the command"
             ) from error
         except httpx2.ConnectError as error:
             raise CompressionError(
@@ -277,36 +300,8 @@ class Server:
         ) as error:
             raise CompressionError(
                 f"{url} gave no whole answer ({reason_of(error)}); see its log, or correct the "
-                "address, or the proxy "
-                "that the environment names"
+                "address, or the proxy that the environment names"
             ) from error
-
-    async def _try(self, url: str, payload: Mapping[str, Any] | None) -> Any:
-        import anyio
-        import httpx2
-
-        # A compressed body could grow without bound.
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if key := os.environ.get(KEY_VARIABLE, "").strip():
-            headers["Authorization"] = f"Bearer {key}"
-        method = "GET" if payload is None else "POST"
-        content = None if payload is None else json.dumps(payload)
-        proxies = httpx2.URL(url).host not in LOCAL
-        settings = {"timeout": None, "trust_env": proxies, "verify": _certificates()}
-        async with httpx2.AsyncClient(**settings) as client:
-            for attempt in range(TRIES):
-                try:
-                    async with client.stream(
-                        method, url, headers=headers, content=content
-                    ) as answer:
-                        response = await _read(answer)
-                    if response.status_code not in BUSY or attempt == TRIES - 1:
-                        return response
-                # A connection may be reset.
-                except (httpx2.ReadError, httpx2.WriteError, httpx2.RemoteProtocolError):
-                    if attempt == TRIES - 1:
-                        raise
-                await anyio.sleep(PAUSE * 2**attempt)
 
     def all(self, questions: Iterable[Q], ask: Callable[[Q], T], at_once: int) -> Iterator[T]:
         """Yield the answers in any order, each as soon as it is there; so many are asked at once.
@@ -332,19 +327,13 @@ class Server:
 
     def check_chat(self, task: str) -> None:
         """Refuse a task that is asked as a chat, if the server takes none."""
-        question = {
-            "model": self.model,
-            "messages": [{"role": "user", "content": PROBE}],
-            "max_tokens": 1,
-        }
         try:
-            self.ask("/chat/completions", Chat, question)
+            self.complete({"messages": [{"role": "user", "content": PROBE}], "max_tokens": 1})
         except RefusedError as error:
             reason = str(error).partition(";")[0]
             raise CompressionError(
                 f"task {task!r} is asked as a chat, and {self.label} takes none ({reason}); serve "
-                "the model with its "
-                "chat template, or pass --no-apply-chat-template"
+                "the model with its chat template, or pass --no-apply-chat-template"
             ) from error
 
     def checked(self, folder: Any, label: str) -> "Server":
@@ -372,7 +361,11 @@ class Server:
                 scores = PromptScores.of(logs, len(ids), pieces)
                 if scores is None:
                     raise other
-                if scores.shifted():
+                # Some servers give the probability that each token has after itself: then what was
+                # written is most probable by the token before, more than by itself.
+                best = [max(top, key=top.__getitem__) if top else None for top in scores.after]
+                by_token_before = sum(map(eq, scores.written, best))
+                if by_token_before > sum(map(eq, scores.written, best[1:])):
                     break
                 facts = {**self.facts, "answer": "".join(scores.written)}
                 return replace(self, scored=form, facts=facts, plain=PLAIN)
@@ -422,17 +415,6 @@ class PromptScores:
             if end <= len(tokens) and alike(tokens[of_prompt], pieces or ()):
                 return cls(values[of_prompt], tops[of_prompt], tokens[end:], tops[end - 1 :])
         return None
-
-    def shifted(self) -> bool:
-        """Return True if what was written is most probable by the token before, more than by
-        itself.
-
-        Some servers give the probability that each token has after itself.
-        """
-        best = [max(top, key=top.__getitem__) if top else None for top in self.after]
-        by_token_before = sum(map(eq, self.written, best))
-        by_itself = sum(map(eq, self.written, best[1:]))
-        return bool(by_token_before > by_itself)
 
     def likelihood(self, begin: int) -> tuple[float, bool] | None:
         """Return the log-likelihood of all tokens from `begin` on, and True if each is the argmax.
@@ -543,7 +525,6 @@ def refuse_tasks(server: Server, tasks: Sequence[EvaluationTask]) -> None:
         if server.scored is None and task.kinds != {"generate_until"}:
             raise CompressionError(
                 f"task {task.name!r} takes log-probabilities of its prompts, and {server.label} "
-                "gives none, or wrong "
-                "ones; name tasks that write their answers (generate_until), or serve the model "
-                "by vLLM or SGLang"
+                "gives none, or wrong ones; name tasks that write their answers (generate_until), "
+                "or serve the model by vLLM or SGLang"
             )

@@ -19,23 +19,25 @@ logger = logging.getLogger(__name__)
 
 # settings of a generated answer that a file may name; stock transformers has some that load code
 SAMPLING = (
-    *(
-        "do_sample",
-        "early_stopping",
-        "frequency_penalty",
-        "length_penalty",
-        "max_completion_tokens",
-        "max_gen_toks",
-    ),
-    *(
-        "max_new_tokens",
-        "max_tokens",
-        "min_p",
-        "no_repeat_ngram_size",
-        "num_beams",
-        "presence_penalty",
-    ),
-    *("repetition_penalty", "stop", "temperature", "top_k", "top_p", "typical_p", "until"),
+    "do_sample",
+    "early_stopping",
+    "frequency_penalty",
+    "length_penalty",
+    "max_completion_tokens",
+    "max_gen_toks",
+    "max_new_tokens",
+    "max_tokens",
+    "min_p",
+    "no_repeat_ngram_size",
+    "num_beams",
+    "presence_penalty",
+    "repetition_penalty",
+    "stop",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
+    "until",
 )
 VLLM_FIELD = "model_name"  # of vLLM's task files alone
 # where vLLM's files name none

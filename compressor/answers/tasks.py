@@ -9,7 +9,7 @@ import random
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field, is_dataclass
 from difflib import get_close_matches
 from importlib.resources import as_file, files
@@ -70,10 +70,11 @@ class EvaluationOptions(TaskOptions):
         Nor does streaming, which changes nothing but the order of sums.
         """
         names = ("limit", "batch_size", "device", "dtype", "num_fewshot", "seed")
-        facts = {name: getattr(self, name) for name in names} | {
-            "device": pick_device(self.device).type
-        }
-        return facts | ({"cut_counts_as_wrong": True} if self.cut_counts_as_wrong else {})
+        facts = {name: getattr(self, name) for name in names}
+        facts["device"] = pick_device(self.device).type
+        if self.cut_counts_as_wrong:
+            facts["cut_counts_as_wrong"] = True
+        return facts
 
 
 class _Relay(logging.Handler):
@@ -86,11 +87,12 @@ class _Relay(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         message = " ".join(record.getMessage().split())
         shape = re.sub(r"\d+", "#", message)
-        level = logging.WARNING if record.name.startswith("lm_eval.models") else logging.ERROR
-        is_new = record.levelno >= level and shape not in self._relayed
-        if is_new:
+        least = logging.WARNING if record.name.startswith("lm_eval.models") else logging.ERROR
+        level = logging.DEBUG
+        if record.levelno >= least and shape not in self._relayed:
             self._relayed.add(shape)
-        logger.log(logging.WARNING if is_new else logging.DEBUG, "lm-eval: %s", message)
+            level = logging.WARNING
+        logger.log(level, "lm-eval: %s", message)
 
 
 @contextmanager
@@ -187,7 +189,23 @@ def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
     owners = dict[str, str]()
     tasks = []
     with quiet_lm_eval(), as_file(files("compressor") / "demo" / "tasks") as demo:
-        manager = _manager(options, demo)
+        from lm_eval.tasks import TaskManager
+
+        folders = [str(folder) for folder in (demo, options.include_path) if folder is not None]
+        manager = TaskManager(include_path=folders, include_defaults=False)
+        if not all(_complete(manager.task_index, name) for name in options.tasks):
+            # lm-eval's own definitions, of which there are thousands
+            manager = TaskManager(include_path=folders, include_defaults=True)
+        for name in options.tasks:
+            if name not in manager.task_index:
+                near = get_close_matches(name, manager.all_tasks, n=3)
+                hint = "`lm-eval ls tasks` lists those that there are"
+                if near:
+                    hint = f"did you mean {' or '.join(near)}?"
+                raise CompressionError(
+                    f"there is no task {name!r}: neither lm-eval nor --include-path has a readable "
+                    f"definition of it; {hint}"
+                )
         for name in options.tasks:
             own = options.settings.get(name, TaskSettings())
             for loaded in _load(manager, name, options):
@@ -195,14 +213,12 @@ def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
                 for part in task.parts.keys() & owners:  # no item may count twice
                     raise CompressionError(
                         f"task {part!r} is asked for twice, by {owners[part]!r} and by "
-                        f"{task.name!r}; name one of the "
-                        "two"
+                        f"{task.name!r}; name one of the two"
                     )
                 if options.enable_thinking and not task.generates:
                     raise CompressionError(
                         f"task {task.name!r} is scored by likelihood, and --enable-thinking is of "
-                        "answers that are "
-                        "generated; leave it out, or name other tasks"
+                        "answers that are generated; leave it out, or name other tasks"
                     )
                 owners |= dict.fromkeys(task.parts, task.name)
                 tasks.append(task)
@@ -216,66 +232,57 @@ def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
 def _evaluation_task(loaded: Any, options: EvaluationOptions, own: TaskSettings) -> EvaluationTask:
     """Return a task or group that lm-eval has loaded, with the settings of its `own`.
 
-    As in lm-eval, a task that sets its number of few-shot examples to 0 keeps it.
+    As in lm-eval, a task that sets its number of few-shot examples to 0 keeps it. All that decides
+    the items is part of the version: definitions without their paths, items and few-shot items.
     """
     count = options.num_fewshot if own.num_fewshot is None else own.num_fewshot
     grouped = hasattr(loaded, "get_all_tasks")
     name = str(loaded.name if grouped else loaded.task_name)
-    parts = {
-        str(part.task_name): part for part in (loaded.get_all_tasks() if grouped else [loaded])
-    }
-    for part in parts.values():
-        if count is not None and part.get_config("num_fewshot") != 0:
-            part.set_config("num_fewshot", count)
-    version = _version(
-        name, parts, options.model_copy(update={"limit": own.limit or options.limit})
-    )
-    counts = tuple(len(part.eval_docs) for part in parts.values())
+    tasks = loaded.get_all_tasks() if grouped else [loaded]
+    parts = {str(task.task_name): task for task in tasks}
+    if not parts:
+        raise CompressionError(f"the group {name!r} has no tasks; check its definition")
+    digest = hashlib.sha256()
+    for part, task in parts.items():
+        if count is not None and task.get_config("num_fewshot") != 0:
+            task.set_config("num_fewshot", count)
+        if getattr(task, "UNSAFE_CODE", False) and not options.confirm_run_unsafe_code:
+            raise CompressionError(f"task {part!r} {RUNS_CODE}")
+        config = {key: value for key, value in vars(task.config).items() if value is not None}
+        metadata = config.pop("metadata", None) or {}
+        metadata = {key: value for key, value in metadata.items() if key != "config_source"}
+        kind = type(task) if type(task).__module__ != "lm_eval.api.task" else None
+        try:
+            content = [[part, {**config, "class": kind, "metadata": metadata}]]
+            content += task.doc_iterator(limit=own.limit or options.limit)
+            if task.get_config("num_fewshot"):
+                content += (["few-shot", doc] for doc in task.fewshot_docs())
+            for entry in content:
+                line = json.dumps(entry, sort_keys=True, default=_plain) + "\n"
+                digest.update(line.encode())
+        except Exception as error:
+            raise CompressionError(
+                f"the items of task {part!r} could not be read: {reason_of(error)}"
+            ) from error
+    numbers = {str(getattr(task, "VERSION", None)) for task in parts.values()}
+    number = numbers.pop() if len(numbers) == 1 else "mixed"
+    version = f"{number}+{digest.hexdigest()[:VERSION_DIGITS]}"
+    counts = tuple(len(task.eval_docs) for task in parts.values())
     if not any(counts):
         raise CompressionError(f"task {name!r} has no items; check its definition")
-    for part, task in parts.items():
-        if own.metric is not None:
-            _check_metric(part, task, own.metric)
+    metric, _, filter_name = (own.metric or "").partition(",")
+    for part, task in parts.items() if own.metric else ():
+        metrics = list(task.aggregation())
+        filters = [entry.name for entry in task._filters]
+        listed = [entry.get("metric") for entry in task.get_config("metric_list") or ()]
+        # those that are functions name their metrics only once they have run
+        if metric and metric not in metrics and not any(map(callable, listed)):
+            message = f"has no metric {metric!r}; it has {joined(metrics)}"
+            raise CompressionError(f"task {part!r} {message}")
+        if filter_name and filter_name not in filters:
+            message = f"has no filter {filter_name!r}; it has {joined(filters)}"
+            raise CompressionError(f"task {part!r} {message}")
     return EvaluationTask(name, version, parts, grouped, loaded, counts, own)
-
-
-def _check_metric(part: str, task: Any, named: str) -> None:
-    """Refuse a metric, with a filter after a comma, that a task does not have."""
-    metric, _, filter_name = named.partition(",")
-    metrics = list(task.aggregation())
-    filters = [entry.name for entry in task._filters]
-    listed = [entry.get("metric") for entry in task.get_config("metric_list") or ()]
-    # which name their metrics only once they have run
-    if metric not in metrics and not any(map(callable, listed)):
-        raise CompressionError(f"task {part!r} has no metric {metric!r}; it has {joined(metrics)}")
-    if filter_name and filter_name not in filters:
-        raise CompressionError(
-            f"task {part!r} has no filter {filter_name!r}; it has {joined(filters)}"
-        )
-
-
-def _manager(options: EvaluationOptions, demo: Path) -> Any:
-    """Return lm-eval's index of definitions; its own thousands are read only if they are needed."""
-    from lm_eval.tasks import TaskManager
-
-    folders = [str(folder) for folder in (demo, options.include_path) if folder is not None]
-    manager = TaskManager(include_path=folders, include_defaults=False)
-    if all(_complete(manager.task_index, name) for name in options.tasks):
-        return manager
-    manager = TaskManager(include_path=folders, include_defaults=True)
-    for name in options.tasks:
-        if name not in manager.task_index:
-            near = get_close_matches(name, manager.all_tasks, n=3)
-            hint = (
-                f"did you mean {' or '.join(near)}?"
-                if near
-                else "`lm-eval ls tasks` lists those that there are"
-            )
-            raise CompressionError(
-                f"there is no task {name!r}: neither lm-eval nor --include-path has a readable "
-                f"definition of it; {hint}"
-            )
-    return manager
 
 
 def _complete(index: Mapping[str, Any], name: str, above: tuple[str, ...] = ()) -> bool:
@@ -285,9 +292,7 @@ def _complete(index: Mapping[str, Any], name: str, above: tuple[str, ...] = ()) 
         return False
     config = entry.cfg or {}
     members = config.get("task") if config.get("group") else None
-    if not isinstance(members, list):
-        return True
-    for member in members:
+    for member in members if isinstance(members, list) else ():
         named = member if isinstance(member, str) else member.get("task", member.get("group"))
         if not _complete(index, str(named), (*above, name)):
             return False
@@ -305,10 +310,9 @@ def _load(manager: Any, name: str, options: EvaluationOptions) -> list[Any]:
     numpy.random.seed(seeds["numpy_random_seed"])
     path = getattr(manager.task_index.get(name), "yaml_path", None)
     try:
-        runs_code = path is not None and bool(
-            load_yaml(path, resolve_func=False).get("unsafe_code")
-        )
-        if not runs_code or options.confirm_run_unsafe_code:  # else its module is not even imported
+        content = {} if path is None else load_yaml(path, resolve_func=False)
+        is_refused = bool(content.get("unsafe_code")) and not options.confirm_run_unsafe_code
+        if not is_refused:  # else its module is not even imported
             loaded = manager.load([name])
     except ModuleNotFoundError as error:
         raise CompressionError(
@@ -317,48 +321,13 @@ def _load(manager: Any, name: str, options: EvaluationOptions) -> list[Any]:
     except Exception as error:
         raise CompressionError(
             f"task {name!r} could not be loaded ({reason_of(error)}); check its definition, and "
-            "the network if its "
-            "data set is not on this machine yet"
+            "the network if its data set is not on this machine yet"
         ) from error
-    if runs_code and not options.confirm_run_unsafe_code:
+    if is_refused:
         raise CompressionError(f"task {name!r} {RUNS_CODE}")
     if name in loaded["groups"]:
         return [loaded["groups"][name]]
     return list(loaded["tasks"].values())
-
-
-def _version(name: str, parts: Mapping[str, Any], options: EvaluationOptions) -> str:
-    if not parts:
-        raise CompressionError(f"the group {name!r} has no tasks; check its definition")
-    digest = hashlib.sha256()
-    for part, task in parts.items():
-        if getattr(task, "UNSAFE_CODE", False) and not options.confirm_run_unsafe_code:
-            raise CompressionError(f"task {part!r} {RUNS_CODE}")
-        try:
-            for entry in _content(part, task, options):
-                line = json.dumps(entry, sort_keys=True, default=_plain) + "\n"
-                digest.update(line.encode())
-        except Exception as error:
-            raise CompressionError(
-                f"the items of task {part!r} could not be read: {reason_of(error)}"
-            ) from error
-    numbers = {str(getattr(task, "VERSION", None)) for task in parts.values()}
-    return (
-        f"{numbers.pop() if len(numbers) == 1 else 'mixed'}+{digest.hexdigest()[:VERSION_DIGITS]}"
-    )
-
-
-def _content(part: str, task: Any, options: EvaluationOptions) -> Iterator[Any]:
-    """Yield everything that decides a task's items: its definition without its path, items and
-    few-shot items."""
-    config = {key: value for key, value in vars(task.config).items() if value is not None}
-    metadata = config.pop("metadata", None) or {}
-    config["class"] = type(task) if type(task).__module__ != "lm_eval.api.task" else None
-    config["metadata"] = {key: value for key, value in metadata.items() if key != "config_source"}
-    yield [part, config]
-    yield from task.doc_iterator(limit=options.limit)
-    if task.get_config("num_fewshot"):
-        yield from (["few-shot", doc] for doc in task.fewshot_docs())
 
 
 def generation_settings(task: EvaluationTask, options: EvaluationOptions) -> dict[str, Any] | None:
@@ -385,10 +354,9 @@ def _plain(value: Any) -> Any:
         return handle_non_serializable(value)
     inner = getattr(value, "func", value)  # of functools.partial
     named = inner if hasattr(inner, "__qualname__") else type(inner)
-    try:
+    content = b""
+    with suppress(OSError, TypeError):
         content = Path(str(inspect.getsourcefile(named))).read_bytes()
-    except (OSError, TypeError):
-        content = b""
     bound = [getattr(value, "args", ()), getattr(value, "keywords", {})]
     return [named.__qualname__, hashlib.sha256(content).hexdigest(), bound]
 
@@ -452,25 +420,25 @@ def task_items(
             task.set_fewshot_seed(seed=options.random_seeds["fewshot_random_seed"])
             task.build_all_requests(limit=options.limit, rank=0, world_size=1)
             docs = dict(task.doc_iterator(limit=options.limit, rank=0, world_size=1))
-            for number, requests in groupby(task.instances, key=lambda request: request.doc_id):
+            for number, group in groupby(task.instances, key=lambda request: request.doc_id):
+                requests = list(group)
                 with left_out.each():
-                    items.append(_item(name, task, number, docs[number], list(requests)))
+                    where = f"task {name}, item {number}"
+                    doc = docs[number]
+                    choices = task.doc_to_choice(doc)
+                    has_inputs = getattr(task, "multiple_input", 0)  # each choice its own
+                    right = task.doc_to_text(doc) if has_inputs else task.doc_to_target(doc)
+                    if isinstance(right, str) and right in choices:
+                        right = choices.index(right)
+                    arguments = [request.args for request in requests[: len(choices)]]
+                    contexts, continuations = zip(*arguments, strict=True)
+                    if type(right) is not int or not 0 <= right < len(continuations):
+                        raise ItemError(f"{where} has not one right choice")
+                    own = contexts if len(set(contexts)) > 1 else ()
+                    texts = contexts[right], continuations[right], continuations
+                    try:
+                        items.append(Item(*texts, name, where, own))
+                    except ItemError as error:
+                        raise ItemError(f"{where}: {error}") from error
     left_out.report()
     return items
-
-
-def _item(name: str, task: Any, number: int, doc: Any, requests: list[Any]) -> Item:
-    where = f"task {name}, item {number}"
-    choices = task.doc_to_choice(doc)
-    right = task.doc_to_text(doc) if getattr(task, "multiple_input", 0) else task.doc_to_target(doc)
-    if isinstance(right, str) and right in choices:
-        right = choices.index(right)
-    arguments = [request.args for request in requests[: len(choices)]]
-    contexts, continuations = zip(*arguments, strict=True)
-    if type(right) is not int or not 0 <= right < len(continuations):
-        raise ItemError(f"{where} has not one right choice")
-    try:
-        own = contexts if len(set(contexts)) > 1 else ()
-        return Item(contexts[right], continuations[right], continuations, name, where, own)
-    except ItemError as error:
-        raise ItemError(f"{where}: {error}") from error

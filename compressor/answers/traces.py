@@ -57,7 +57,11 @@ def write_traces(
     manifest = out.with_suffix(".manifest.json")
     earlier = json_object(manifest)
     known = None if overwrite else earlier.get("date")
-    with lock_output(out) as folder, dated(known or _date_kept(folder)) as date:
+    with lock_output(out) as folder, ExitStack() as stack:
+        if not known:  # the date in the prompts that a killed run has had answered
+            journals = folder.glob("answers-*-*-*-*.jsonl")
+            known = max((path.stem[-len("2000-01-01") :] for path in journals), default=None)
+        date = stack.enter_context(dated(known))
         tokenizer, facts = writer.opened()
         prompts, options = prompts.fitted([(tokenizer, facts)])
         journal = journal_of(writer, options, folder)
@@ -90,9 +94,8 @@ def write_traces(
             reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
             raise CompressionError(
                 f"none of {counted(len(requests), 'answer')} of {writer.label} is complete "
-                f"({reasons}); raise "
-                f"--max-new-tokens from {options.max_new_tokens}, or give prompts as the model "
-                "knows them (--chat)"
+                f"({reasons}); raise --max-new-tokens from {options.max_new_tokens}, or give "
+                "prompts as the model knows them (--chat)"
             )
         text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
         domains = Counter(row["domain"] for row in rows)
@@ -128,12 +131,6 @@ def write_traces(
                 fresh.write_text(written, encoding="utf-8")
         journal.path.unlink(missing_ok=True)
     return traces
-
-
-def _date_kept(folder: Path) -> str | None:
-    """Return the date in the prompts that a killed run has had answered; None without one."""
-    dates = [path.stem[-len("2000-01-01") :] for path in folder.glob("answers-*-*-*-*.jsonl")]
-    return max(dates, default=None)
 
 
 def _check_files(out: Path, manifest: Path, overwrite: bool) -> None:

@@ -21,7 +21,7 @@ through expert i of one router and expert j of the next one, of which n_i and n_
 to each."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +60,6 @@ NOTABLE = 3.0  # standard deviations of a Poisson count by which two experts exc
 FOLLOWING = 8  # experts of the next router that are kept for each expert
 
 Centrality = Mapping[str, Mapping[str, float]]  # by measure, of every expert by its label
-Expert = tuple[int, int]  # number of its router among the receivers, and its own
 
 
 def centralities(graph: "nx.DiGraph") -> Centrality:
@@ -86,7 +85,15 @@ def centralities(graph: "nx.DiGraph") -> Centrality:
     modules = dict(graph.nodes(data="module"))
     steering = edges_of(graph, STEERS)
     routes = edges_of(graph, ROUTES)
-    strong = strong_edges(steering)
+    # edges into each router at least as heavy as the mean edge from the same kind of sender
+    strong = nx.create_empty_copy(steering)
+    weights: dict[tuple[str, str], list[float]] = {}
+    for sender, router, weight in steering.edges(data="weight"):
+        weights.setdefault((router, kinds[sender]), []).append(weight)
+    least = {key: fmean(alike) * (1 - 1e-9) for key, alike in weights.items()}
+    for sender, router, data in steering.edges(data=True):
+        if data["weight"] >= least[router, kinds[sender]] > 0:
+            strong.add_edge(sender, router, **data)
     experts = [
         node for node, kind in kinds.items() if kind == "expert" and steering.out_degree(node)
     ]
@@ -122,23 +129,6 @@ def centralities(graph: "nx.DiGraph") -> Centrality:
     return centrality
 
 
-def strong_edges(steering: "nx.DiGraph") -> "nx.DiGraph":
-    """Return the edges into each router at least as heavy as the mean edge from the same kind of
-    sender."""
-    import networkx as nx
-
-    kinds = steering.nodes(data="kind")
-    strong = nx.create_empty_copy(steering)
-    weights: dict[tuple[str, str], list[float]] = {}
-    for sender, router, weight in steering.edges(data="weight"):
-        weights.setdefault((router, kinds[sender]), []).append(weight)
-    least = {key: fmean(alike) * (1 - 1e-9) for key, alike in weights.items()}
-    for sender, router, data in steering.edges(data=True):
-        if data["weight"] >= least[router, kinds[sender]] > 0:
-            strong.add_edge(sender, router, **data)
-    return strong
-
-
 def ranking(centrality: Centrality, measure: str) -> list[str]:
     """Experts above 0 by a measure, the most central first; equal ones by out-degree, then in model
     order."""
@@ -157,15 +147,30 @@ def routing_graph(attribution: Attribution, seed: int = 0) -> "nx.DiGraph":
     graph = nx.DiGraph(model=one_line(attribution.model), tokens=attribution.tokens)
     senders = attribution.parts()
     routers = router_labels(attribution.receivers)
-    numbers = {receiver.module: number for number, receiver in enumerate(attribution.receivers)}
+    receivers = {receiver.module: number for number, receiver in enumerate(attribution.receivers)}
     labels: dict[str, str] = {}  # by the sender's name
-    experts = {}
+    experts = {}  # by the number of their router among the receivers, and their own
     for sender, label in zip(senders, sender_labels(senders), strict=True):
         labels[sender.name] = label
-        if sender.number is not None and sender.module in numbers:
-            experts[numbers[sender.module], sender.number] = sender
-    groups = communities(experts, attribution.together, seed)
-    community = {experts[expert].name: group for expert, group in groups.items()}
+        if sender.number is not None and sender.module in receivers:
+            experts[receivers[sender.module], sender.number] = sender
+    # Louvain's method on the excess over chance (Blondel et al. 2008, arXiv:0803.0476), largest
+    # first; an expert that goes with no other is a community of its own
+    order = [*experts]
+    numbers = {expert: number for number, expert in enumerate(order)}
+    pairs = nx.Graph()
+    # numbers: sets of them have the same order in every process
+    pairs.add_nodes_from(range(len(order)))
+    for pair in attribution.together:
+        first = numbers[pair.receiver, pair.expert]
+        second = numbers[pair.receiver + 1, pair.following]
+        pairs.add_edge(first, second, weight=pair.excess)
+    found = nx.community.louvain_communities(pairs, seed=seed) if order else []
+    groups = sorted([sorted(members) for members in found], key=lambda group: (-len(group), group))
+    community = {}
+    for number, members in enumerate(groups):
+        for member in members:
+            community[experts[order[member]].name] = number
     for sender in senders:
         attributes = {
             "kind": sender.kind,
@@ -268,31 +273,3 @@ def routed_together(
                 if value > 0
             ]
     return tuple(together)
-
-
-def communities(
-    experts: Iterable[Expert], together: Sequence[Together], seed: int = 0
-) -> dict[Expert, int]:
-    """Return the number of each expert's community: Louvain's method on the excess over chance,
-    largest first.
-
-    An expert that goes with no other is a community of its own. Blondel et al. 2008,
-    arXiv:0803.0476."""
-    import networkx as nx
-
-    order = [*experts]
-    numbers = {expert: number for number, expert in enumerate(order)}
-    graph = nx.Graph()
-    # numbers: sets of them have the same order in every process
-    graph.add_nodes_from(range(len(order)))
-    for pair in together:
-        start = (pair.receiver, pair.expert)
-        end = (pair.receiver + 1, pair.following)
-        graph.add_edge(numbers[start], numbers[end], weight=pair.excess)
-    groups = (
-        [sorted(members) for members in nx.community.louvain_communities(graph, seed=seed)]
-        if order
-        else []
-    )
-    groups.sort(key=lambda members: (-len(members), members))
-    return {order[member]: number for number, members in enumerate(groups) for member in members}

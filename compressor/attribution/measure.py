@@ -85,6 +85,25 @@ def attribute(
     with clock.phase("attribution"):
         projection = Projection(routers, tokens, edges_kept)
         routers.run_pass(projection, progress, "attribution", seed)
+    figures = torch.zeros(3, len(routers.layers), dtype=torch.float64)
+    for logits in routers.logits.values():
+        figures[0] += logits.var(-1, correction=0).sum(0).cpu()  # summed over tokens
+    if projection.remainder is not None:  # at the one rank that has run the first batch
+        figures[1] = routers.logits[0].abs().amax((0, 2)).cpu()
+        figures[2] = projection.remainder.abs().amax((0, 2)).cpu()
+    variances, largest, missed = ranks().all_reduce(figures)
+    unexplained = missed / largest.clamp(min=torch.finfo(torch.float32).tiny)
+    tolerance = FLOAT32_TOLERANCE if model.partial.dtype == torch.float32 else HALF_TOLERANCE
+    receivers = []
+    for number, layer in enumerate(routers.layers):
+        share = float(unexplained[number])
+        if share > tolerance:
+            raise CompressionError(
+                f"{layer.router}: the sub-scores miss its logits by {share:.1%} of the largest; "
+                "try --dtype float32, or compress without attribution"
+            )
+        variance = float(variances[number]) / tokens
+        receivers.append(Receiver(layer.name, layer.index, variance, share))
     layer_names = architecture.decoder_layers
     tallies = projection.tallies
     order = sorted(
@@ -101,18 +120,15 @@ def attribute(
     experts = [component for component in tallies if component.kind == "expert"]
     per_key: Sequence[KeyInfluence] = ()
     if keys:
-        heads = [sender for sender in senders if sender.kind == "head"]
-        sequences = [sequence for batch in batches for sequence in batch.split(1)]
-        per_key = (
-            key_influence(model, sequences[:keys], strongest(heads, top), progress, blocked)
-            if heads
-            else ()
-        )
+        heads = strongest([sender for sender in senders if sender.kind == "head"], top)
+        sequences = [sequence for batch in batches for sequence in batch.split(1)][:keys]
+        if heads:
+            per_key = key_influence(model, sequences, heads, progress, blocked)
         if not per_key:
             logger.warning("no head of %s can be split by key tokens", architecture.model_class)
     return Attribution(
         model=model.source.label,
-        receivers=_receivers(routers, projection, tokens),
+        receivers=tuple(receivers),
         senders=senders,
         outputs=tuple(tallies[component].output(component) for component in experts),
         tokens=tokens,
@@ -126,35 +142,6 @@ def attribute(
         ),
         without=tuple(label.replace(" ", "") for label in without),
     )
-
-
-def _receivers(
-    routers: ObservedRouters, projection: Projection, tokens: int
-) -> tuple[Receiver, ...]:
-    """The routers with the share that their sums leave unexplained; raises if that is more than
-    rounding."""
-    figures = torch.zeros(3, len(routers.layers), dtype=torch.float64)
-    for logits in routers.logits.values():
-        figures[0] += logits.var(-1, correction=0).sum(0).cpu()  # summed over tokens
-    if projection.remainder is not None:  # at the one rank that has run the first batch
-        figures[1] = routers.logits[0].abs().amax((0, 2)).cpu()
-        figures[2] = projection.remainder.abs().amax((0, 2)).cpu()
-    variances, largest, missed = ranks().all_reduce(figures)
-    unexplained = (missed / largest.clamp(min=torch.finfo(torch.float32).tiny)).tolist()
-    tolerance = (
-        FLOAT32_TOLERANCE if routers.model.partial.dtype == torch.float32 else HALF_TOLERANCE
-    )
-    receivers = []
-    for layer, variance, share in zip(
-        routers.layers, (variances / tokens).tolist(), unexplained, strict=True
-    ):
-        if share > tolerance:
-            raise CompressionError(
-                f"{layer.router}: the sub-scores miss its logits by {share:.1%} of the largest; "
-                "try --dtype float32, or compress without attribution"
-            )
-        receivers.append(Receiver(layer.name, layer.index, variance, share))
-    return tuple(receivers)
 
 
 class _Products(TorchFunctionMode):

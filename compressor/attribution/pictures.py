@@ -94,27 +94,6 @@ class Panel:
     colours: str = HEAT
 
 
-def pictures(
-    attribution: Attribution,
-    hubs: Sequence[Hub],
-    top: int,
-    compared: Sequence[tuple[Sender, Sender]] = (),
-) -> tuple[Figure, ...]:
-    """The four figures by their `NAMES`; `compared` are experts before others were blocked, and
-    without those."""
-    return (
-        influence_figure(attribution),
-        scores_figure(attribution),
-        experts_figure(attribution, hubs, top, compared),
-        causal_figure(attribution, hubs),
-    )
-
-
-def _row(sender: Sender, name: str) -> list[float | None]:
-    """The sizes of a sender's figures of this name, by receiver."""
-    return [None if value is None else abs(value) for value in getattr(sender, name)]
-
-
 def _panels(
     attribution: Attribution, kinds: Iterable[str], name: str, score: str = "", colours: str = HEAT
 ) -> list[Panel]:
@@ -130,7 +109,10 @@ def _panels(
         if None not in layers and len(layers) == len(senders):
             labels = [f"L{sender.layer}" for sender in senders]
         if senders:
-            values = [_row(sender, name) for sender in senders]
+            values = []
+            for sender in senders:
+                figures = getattr(sender, name)
+                values.append([None if figure is None else abs(figure) for figure in figures])
             panels.append(Panel(f"{TITLES[kind]}{score}", labels, values, colours))
     return panels
 
@@ -206,8 +188,20 @@ def _heat(
     return Figure(name, title, "", (Drawing(title, alt, (sum(widths), height), draw),))
 
 
-def influence_figure(attribution: Attribution) -> Figure:
-    """Each component's influence on each router; one colour scale for all of them."""
+def pictures(
+    attribution: Attribution,
+    hubs: Sequence[Hub],
+    top: int,
+    compared: Sequence[tuple[Sender, Sender]] = (),
+) -> tuple[Figure, ...]:
+    """Return the four figures by their `NAMES`.
+
+    - Each component's influence on each router.
+    - How each component promotes experts (APS, left) and inhibits them (ANS, right).
+    - A strip for each of the `top` strongest routed experts, hubs with a star, and of the strongest
+      heads. Experts that are `compared` come first, before others were blocked and without those.
+    - The change of the chosen experts over the variance: components, and single experts.
+    """
     columns = [
         _panels(attribution, ("token", "attention", "other"), "influence"),
         _panels(attribution, ("mlp", "moe"), "influence"),
@@ -219,12 +213,8 @@ def influence_figure(attribution: Attribution) -> Figure:
     ]
     alt = f"Shares of all influence: {', '.join(shares) or 'none'}."
     title = "influence on routing, by the layer of the sender (rows)"
-    return _heat("influence", title, alt, attribution, columns)
+    influence = _heat("influence", title, alt, attribution, columns)
 
-
-def scores_figure(attribution: Attribution) -> Figure:
-    """Draw how each component promotes experts (APS, left) and inhibits them (ANS, right), on one
-    scale."""
     columns = [
         _panels(attribution, TITLES, "positive", ": APS", PROMOTING),
         _panels(attribution, TITLES, "negative", ": ANS", INHIBITING),
@@ -232,23 +222,16 @@ def scores_figure(attribution: Attribution) -> Figure:
     scales = {"APS: mean positive score": PROMOTING, "-ANS: mean negative score": INHIBITING}
     alt = "Mean positive and mean negative sub-scores; attribution.json has the numbers."
     title = "promoting (APS) and inhibiting (ANS) sub-scores, by the layer of the sender (rows)"
-    return _heat("scores", title, alt, attribution, columns, scales)
+    scores = _heat("scores", title, alt, attribution, columns, scales)
 
-
-def experts_figure(
-    attribution: Attribution,
-    hubs: Sequence[Hub],
-    top: int,
-    compared: Sequence[tuple[Sender, Sender]] = (),
-) -> Figure:
-    """A strip for each of the `top` strongest routed experts, hubs with a star, and of the
-    strongest heads.
-
-    Experts that are `compared` come first, before others were blocked and without those.
-    """
     starred = {(hub.module, hub.expert) for hub in hubs}
     panels = []
-    alt = []
+    without = ", ".join(attribution.without)
+    for index, name in enumerate(("with all experts", f"without {without}") if compared else ()):
+        senders = tuple(pair[index] for pair in compared)
+        rows = [sender.influence for sender in senders]
+        panels.append(Panel(name, sender_labels(senders), rows))
+    described = []
     for kind, name in (("expert", "routed experts (★ hub)"), ("head", "attention heads")):
         senders = strongest(attribution.of_kind(kind), top)
         labels = []
@@ -258,26 +241,32 @@ def experts_figure(
         if senders:
             rows = [sender.influence for sender in senders]
             panels.append(Panel(f"strongest {name}", labels, rows))
-            alt.append(f"Strongest {name}: {', '.join(labels)}.")
-    without = ", ".join(attribution.without)
-    for index, name in enumerate(("with all experts", f"without {without}") if compared else ()):
-        senders = tuple(pair[index] for pair in compared)
-        rows = [sender.influence for sender in senders]
-        panels.insert(index, Panel(name, sender_labels(senders), rows))
+            described.append(f"Strongest {name}: {', '.join(labels)}.")
     title = "influence of single experts and heads"
-    return _heat("experts", title, " ".join(alt), attribution, [panels])
+    experts = _heat("experts", title, " ".join(described), attribution, [panels])
 
-
-def causal_figure(attribution: Attribution, hubs: Sequence[Hub]) -> Figure:
-    """Draw the change of the chosen experts over the variance: components, and single experts."""
     components = []
     for number, (kind, title) in enumerate(GROUPS.items()):
         components.append((title, [*pairs(attribution, kind)], _style(number)))
+    # experts that are no hubs, the strongest hubs by name, and the others
+    named: dict[tuple[str, int | None], str] = {}
+    for number, hub in enumerate(hubs):
+        named[hub.module, hub.expert] = f"hub {hub.label}" if number < HUBS_NAMED else "more hubs"
+    members = dict[str, list[Pair]]()
+    for label in ("no hub", "more hubs", *named.values()):
+        members[label] = []
+    for pair in pairs(attribution, "expert"):
+        members[named.get((pair.sender.module, pair.sender.number), "no hub")].append(pair)
+    plain = {"marker": ".", "markersize": 3 if len(members["no hub"]) < 2000 else 1.5}
+    styles = [{"color": "#aaaaaa", **plain}, {"color": "black", **plain}]
+    styles += map(_style, range(len(members) - 2))
+    groups = list(zip(members, members.values(), styles, strict=True))
     drawings = (
         _scatter("components on each router", components),
-        _scatter("routed experts on each router", _expert_groups(attribution, hubs)),
+        _scatter("routed experts on each router", groups),
     )
-    return Figure("causal", f"{attribution.model}: influence and causal effect", "", drawings)
+    title = f"{attribution.model}: influence and causal effect"
+    return influence, scores, experts, Figure("causal", title, "", drawings)
 
 
 def _scatter(title: str, groups: Sequence[Group]) -> Drawing:
@@ -318,28 +307,6 @@ def _style(number: int) -> dict[str, Any]:
     }
 
 
-def _expert_groups(attribution: Attribution, hubs: Sequence[Hub]) -> list[Group]:
-    """Points of experts that are no hubs, of the strongest hubs by name, and of the others."""
-    labels: dict[tuple[str, int | None], str] = {}
-    for number, hub in enumerate(hubs):
-        labels[hub.module, hub.expert] = f"hub {hub.label}" if number < HUBS_NAMED else "more hubs"
-    members: dict[str, list[Pair]] = {
-        label: [] for label in ("no hub", "more hubs", *labels.values())
-    }
-    for pair in pairs(attribution, "expert"):
-        members[labels.get((pair.sender.module, pair.sender.number), "no hub")].append(pair)
-    plain = {"marker": ".", "markersize": 3 if len(members["no hub"]) < 2000 else 1.5}
-    styles = [
-        {"color": "#aaaaaa", **plain},
-        {"color": "black", **plain},
-        *map(_style, range(len(members) - 2)),
-    ]
-    return [
-        (label, points, style)
-        for (label, points), style in zip(members.items(), styles, strict=True)
-    ]
-
-
 def graph_figure(graph: "nx.DiGraph", centrality: Centrality) -> Figure:
     """Layers from left to right, the heaviest edges between senders and routers, the most central
     experts by name."""
@@ -348,7 +315,17 @@ def graph_figure(graph: "nx.DiGraph", centrality: Centrality) -> Figure:
     steering = [edge for edge in edges_of(graph, STEERS).edges(data="weight") if edge[2] > 0]
     edges = sorted(steering, key=lambda edge: -edge[2])[:EDGES_DRAWN]
     shown = set(named).union(*(edge[:2] for edge in edges))
-    at = _places({node: data for node, data in nodes(data=True) if node in shown})
+    # a layer's nodes from left to right by kind, routers in the middle, others over the height
+    columns: dict[float, list[str]] = {}
+    for node, data in nodes(data=True):
+        if node in shown:
+            x = data["layer"] + PLACES.get(data["kind"], 0.1)
+            columns.setdefault(x, []).append(node)
+    at = {}
+    for x, column in columns.items():
+        for number, node in enumerate(column, start=1):
+            y = 2 * number / (len(column) + 1) - 1
+            at[node] = x, 0.0 if nodes[node]["kind"] == "router" else y
     layers = sorted({nodes[node]["layer"] for node in at})
     title = f"{counted(len(edges), 'heaviest edge')} into routers, experts first by {RELATIVE}"
     title = f"{graph.graph['model']}: {title}"
@@ -402,17 +379,3 @@ def graph_figure(graph: "nx.DiGraph", centrality: Centrality) -> Figure:
     return Figure(
         "graph", title, "", (Drawing(title, alt, (min(16, 4 + 1.1 * len(layers)), 5), draw),)
     )
-
-
-def _places(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Places of nodes: a layer's from left to right by kind, routers in the middle, others spread
-    over the height."""
-    columns: dict[float, list[str]] = {}
-    for node, data in nodes.items():
-        columns.setdefault(data["layer"] + PLACES.get(data["kind"], 0.1), []).append(node)
-    places = {}
-    for x, column in columns.items():
-        for number, node in enumerate(column, start=1):
-            y = 0.0 if nodes[node]["kind"] == "router" else 2 * number / (len(column) + 1) - 1
-            places[node] = x, y
-    return places

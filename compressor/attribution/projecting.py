@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compressor.attribution.figures import UNRANKED, ByReceiver, Output, ScoreEdge, Sender, adds_up
+from compressor.attribution.figures import UNRANKED, Output, ScoreEdge, Sender, adds_up
 from compressor.attribution.routers import ObservedRouters, View, ranks_of
 from compressor.attribution.tracing import STREAM, LayerTrace, TracedPass
 from compressor.devices import as_float64
@@ -82,47 +82,47 @@ class Tally:
 
     sums: Tensor  # [5, R]
     reaches: Tensor  # [R]: True for routers after the sender
-    outputs: Tensor  # [2] of an expert: its tokens, and the L2 norms of its outputs
-    largest: Tensor  # [2] of an expert: the largest norm and entry of its outputs
+    # of an expert's outputs
+    tokens: int = 0
+    norms: float = 0.0  # L2, summed
+    max_norm: float = 0.0
+    max_entry: float = 0.0
     # [R, E] variance by expert, while its layer passes and if edges are kept
     by_expert: Tensor | float = 0.0
 
     def add(self, other: "Tally") -> None:
-        """Add another rank's sums of the same sender."""
+        """Add other sums of the same sender."""
         self.sums += other.sums
         self.reaches |= other.reaches
         self.by_expert = self.by_expert + other.by_expert
-        self.add_outputs(other.outputs, other.largest)
-
-    def add_outputs(self, outputs: Tensor, largest: Tensor) -> None:
-        """Add some outputs of an expert."""
-        self.outputs += outputs
-        self.largest = torch.maximum(self.largest, largest)
+        self.tokens += other.tokens
+        self.norms += other.norms
+        self.max_norm = max(self.max_norm, other.max_norm)
+        self.max_entry = max(self.max_entry, other.max_entry)
 
     def sender(self, component: Component, tokens: int) -> Sender:
         """Return the figures, averaged over a number of tokens."""
         means = (self.sums / tokens).masked_fill(~self.reaches, math.nan)
         if component.kind in UNRANKED:
             means[-1] = math.nan
+        figures = {}
+        for name, row in zip(FIGURES, means.tolist(), strict=True):
+            figures[name] = tuple(None if math.isnan(value) else value for value in row)
         return Sender(
             name=component.name,
             kind=component.kind,
             layer=None if component.kind == "token" else layer_number(component.decoder_layer),
             module=component.module,
             number=component.number,
-            share=float(self.outputs[0]) / tokens if component.kind == "expert" else 1.0,
-            **dict(zip(FIGURES, map(_measured, means), strict=True)),
+            share=self.tokens / tokens if component.kind == "expert" else 1.0,
+            **figures,
         )
 
     def output(self, component: Component) -> Output:
         """The size of an expert's outputs."""
-        tokens, norm = self.outputs.tolist()
         expert = component.module, layer_number(component.decoder_layer), component.number or 0
-        return Output(*expert, int(tokens), norm / max(1.0, tokens), *self.largest.tolist())
-
-
-def _measured(values: Tensor) -> ByReceiver:
-    return tuple(None if math.isnan(value) else value for value in values.tolist())
+        mean_norm = self.norms / max(1, self.tokens)
+        return Output(*expert, self.tokens, mean_norm, self.max_norm, self.max_entry)
 
 
 @dataclass(slots=True)
@@ -150,11 +150,8 @@ class Projection(TracedPass):
     def _tally(self, component: Component) -> Tally:
         """Return the sums of a sender, zero at first."""
         if component not in self.tallies:
-            receivers = len(self.routers.layers)
-            sums = torch.zeros(len(FIGURES), receivers, dtype=torch.float64)
-            reaches = torch.zeros(receivers, dtype=torch.bool)
-            outputs, largest = torch.zeros(2, 2, dtype=torch.float64)
-            self.tallies[component] = Tally(sums, reaches, outputs, largest)
+            sums = torch.zeros(len(FIGURES), len(self.routers.layers), dtype=torch.float64)
+            self.tallies[component] = Tally(sums, torch.zeros(sums.shape[1], dtype=torch.bool))
         return self.tallies[component]
 
     def visit(self, decoder_layer: str, batch: int, trace: LayerTrace) -> None:
@@ -162,15 +159,11 @@ class Projection(TracedPass):
         for module, ran in trace.routed.items():
             for expert in ran:
                 norms = expert.outputs.float().norm(dim=-1)
-                outputs = torch.tensor(
-                    [len(norms), float(as_float64(norms).sum())], dtype=torch.float64
-                )
-                largest = torch.tensor(
-                    [float(norms.max()), float(expert.outputs.abs().max())], dtype=torch.float64
-                )
-                self._tally(_expert(decoder_layer, module, expert.expert)).add_outputs(
-                    outputs, largest
-                )
+                tally = self._tally(_expert(decoder_layer, module, expert.expert))
+                tally.tokens += len(norms)
+                tally.norms += float(as_float64(norms).sum())
+                tally.max_norm = max(tally.max_norm, float(norms.max()))
+                tally.max_entry = max(tally.max_entry, float(expert.outputs.abs().max()))
         every_token = torch.arange(trace.context.tokens, device=self.routers.valid.device)
         for view in self.routers.views(decoder_layer, batch, trace):
             # of routed and shared experts
@@ -185,36 +178,30 @@ class Projection(TracedPass):
                     moe.index_add_(0, tokens, scores)
             # for later routers, which see all of the layer
             if trace.routed and view.terms is trace.terms:
-                self._add(
-                    Component(f"{decoder_layer} MoE", "moe", decoder_layer, decoder_layer),
-                    moe,
-                    every_token,
-                    batch,
-                    view.span,
-                )
+                whole = Component(f"{decoder_layer} MoE", "moe", decoder_layer, decoder_layer)
+                self._add(whole, moe, every_token, batch, view.span)
 
     def on_layer_end(self, decoder_layer: str) -> None:
         """Add up the layer's sums of all ranks, and keep the strongest edges."""
-        mine = {
-            component: self.tallies.pop(component)
-            for component in [*self.tallies]
-            if component.decoder_layer == decoder_layer
-        }
+        passed = [name for name in self.tallies if name.decoder_layer == decoder_layer]
+        mine = {component: self.tallies.pop(component) for component in passed}
         for tallies in ranks().all_gather(mine):
             for component, tally in tallies.items():
                 self._tally(component).add(tally)
         split = {component.module for component in self.tallies if component.kind == "head"}
+        edges = self.score_edges
         for component, tally in self.tallies.items():
-            if isinstance(tally.by_expert, Tensor) and adds_up(
-                component.kind, component.module, split
-            ):
-                self.score_edges += _edges(
-                    component.name, tally.by_expert / self.tokens, self.edges_kept
-                )
+            counts = adds_up(component.kind, component.module, split)
+            if isinstance(tally.by_expert, Tensor) and counts:
+                variances = (tally.by_expert / self.tokens).flatten()
+                values, order = variances.sort(descending=True, stable=True)
+                strongest = values[: self.edges_kept].tolist()
+                for value, index in zip(strongest, order.tolist(), strict=False):
+                    if value > 0:
+                        receiver, expert = divmod(index, tally.by_expert.shape[1])
+                        edges.append(ScoreEdge(component.name, receiver, expert, value))
             tally.by_expert = 0.0
-        self.score_edges = sorted(self.score_edges, key=lambda edge: -edge.influence)[
-            : self.edges_kept
-        ]
+        self.score_edges = sorted(edges, key=lambda edge: -edge.influence)[: self.edges_kept]
 
     def _sub_scores(
         self, decoder_layer: str, trace: LayerTrace, view: View, every_token: Tensor
@@ -232,11 +219,8 @@ class Projection(TracedPass):
             if kind == "expert":
                 for ran in trace.routed[name]:
                     weighted = ran.outputs.float() * ran.weights.float()[:, None]
-                    yield (
-                        _expert(decoder_layer, name, ran.expert),
-                        seen.scores(weighted, ran.rows),
-                        ran.rows,
-                    )
+                    scores = seen.scores(weighted, ran.rows)
+                    yield _expert(decoder_layer, name, ran.expert), scores, ran.rows
                 continue
             sender = {"token": "token", "other": f"{decoder_layer} {name}"}.get(kind, name)
             scores = seen.scores(values.expand(len(every_token), -1), every_token)
@@ -252,11 +236,8 @@ class Projection(TracedPass):
                 scores = replace(seen, rows=rows[:, head]).scores(
                     heads.inputs[:, head], every_token
                 )
-                yield (
-                    Component(f"{name} head {head}", "head", decoder_layer, name, head),
-                    scores,
-                    every_token,
-                )
+                component = Component(f"{name} head {head}", "head", decoder_layer, name, head)
+                yield component, scores, every_token
             if heads.bias is not None:
                 scores = seen.scores(heads.bias.expand(len(every_token), -1), every_token)
                 yield Component(f"{name} bias", "bias", decoder_layer, name), scores, every_token
@@ -285,15 +266,3 @@ class Projection(TracedPass):
 
 def _expert(decoder_layer: str, module: str, expert: int) -> Component:
     return Component(f"{module} expert {expert}", "expert", decoder_layer, module, expert)
-
-
-def _edges(sender: str, by_expert: Tensor, most: int) -> list[ScoreEdge]:
-    """The strongest edges to single experts' scores of one sender: [R, E] -> at most so many, none
-    of them 0."""
-    values, order = by_expert.flatten().sort(descending=True, stable=True)
-    edges = []
-    for value, index in zip(values[:most].tolist(), order.tolist(), strict=False):
-        if value > 0:
-            receiver, expert = divmod(index, by_expert.shape[1])
-            edges.append(ScoreEdge(sender, receiver, expert, value))
-    return edges

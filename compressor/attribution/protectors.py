@@ -5,6 +5,7 @@ All are called by all ranks together. The attribution is run once for all plans 
 """
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from compressor.distributed import ranks
@@ -18,8 +19,11 @@ if TYPE_CHECKING:  # a recipe names protectors, and is read without torch
 
 logger = logging.getLogger(__name__)
 
+GRAPH_PACKAGES = ("networkx",)
+Experts = list[tuple[str, int]]  # experts module and number, the strongest first
 
-def hubs(planner: "Planner") -> list[tuple[str, int]]:
+
+def hubs(planner: "Planner") -> Experts:
     """Experts module and number of the routing hubs at the default threshold, the strongest first.
 
     "Understanding Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs" (ICLR 2026).
@@ -27,35 +31,37 @@ def hubs(planner: "Planner") -> list[tuple[str, int]]:
     from compressor.attribution.hubs import find_hubs
 
     attribution = _attribution(planner)
-    experts: list[tuple[str, int]]
-    experts = ranks().broadcast(
-        lambda: [(hub.module, hub.expert) for hub in find_hubs(attribution)]
+    return _on_first_rank(
+        lambda: [(hub.module, hub.expert) for hub in find_hubs(attribution)],
+        "no expert of this model is a hub on the calibration data, so --protect auto protects none",
     )
-    if not experts and ranks().is_first:
-        logger.warning(
-            "no expert of this model is a hub on the calibration data, so --protect auto protects "
-            "none"
-        )
-    return experts
 
 
-def central(planner: "Planner", count: int) -> list[tuple[str, int]]:
+def central(planner: "Planner", count: int) -> Experts:
     """The `count` experts of highest centrality in the routing graph, see `graph.centralities`."""
-    require("networkx")
+    require(*GRAPH_PACKAGES)
     from compressor.attribution.graph import RELATIVE, centralities, ranking, routing_graph
 
     attribution = _attribution(planner)
 
-    def first() -> list[tuple[str, int]]:
+    def find() -> Experts:
         graph = routing_graph(attribution)
         labels = ranking(centralities(graph), RELATIVE)[:count]
         return [(graph.nodes[label]["module"], graph.nodes[label]["number"]) for label in labels]
 
-    experts: list[tuple[str, int]] = ranks().broadcast(first)
+    warning = f"no expert steers a later router, so --protect graph:{count} protects none"
+    return _on_first_rank(find, warning)
+
+
+# The step that protects refuses a package that is missing before torch is imported.
+vars(central)["packages"] = GRAPH_PACKAGES
+
+
+def _on_first_rank(find: Callable[[], Experts], warning: str) -> Experts:
+    """Return what the first rank finds; it warns if that is nothing."""
+    experts: Experts = ranks().broadcast(find)
     if not experts and ranks().is_first:
-        logger.warning(
-            "no expert steers a later router, so --protect graph:%d protects none", count
-        )
+        logger.warning(warning)
     return experts
 
 

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from compressor.attribution.figures import (
     UNRANKED,
@@ -38,9 +38,6 @@ from compressor.files import write_files
 from compressor.formatting import percent, short
 from compressor.recipe.hubs import Hub, RoutedExpert
 from compressor.records import plain_json, report_json
-
-if TYPE_CHECKING:
-    import networkx as nx
 
 GRAPH = ("graph.graphml", "graph.json", "graph.png")
 NAMES = (
@@ -186,20 +183,13 @@ def full_content(findings: Findings) -> dict[str, Any]:
     return {**brief_content(findings), **rounded(more)}
 
 
-def graph_files(graph: "nx.DiGraph") -> dict[str, str]:
-    """Return the graph as GraphML and as node-link JSON, without rounding, which networkx and Gephi
-    open."""
+def write_attribution(findings: Findings, folder: Path, overwrite: bool) -> list[Path]:
+    """Write JSON, Markdown, graph and pictures into a new folder.
+
+    The graph is GraphML and node-link JSON, without rounding, which networkx and Gephi open.
+    """
     import networkx as nx
 
-    graphml = "\n".join(nx.generate_graphml(graph, named_key_ids=True))
-    return {
-        GRAPH[0]: f"{graphml}\n",
-        GRAPH[1]: report_json(nx.node_link_data(graph, edges="edges"), 0),
-    }
-
-
-def write_attribution(findings: Findings, folder: Path, overwrite: bool) -> list[Path]:
-    """Write JSON, Markdown, graph and pictures into a new folder."""
     graph, centrality = measured_graph(findings.attribution)
     graph_content = {
         "nodes": graph.number_of_nodes(),
@@ -214,7 +204,8 @@ def write_attribution(findings: Findings, folder: Path, overwrite: bool) -> list
     for figure in pictures(findings.attribution, findings.hubs, findings.top, findings.compared):
         contents[f"{figure.name}.png"] = png(figure.title, figure.drawings)
     figure = graph_figure(graph, centrality)
-    contents |= graph_files(graph)
+    contents[GRAPH[0]] = "\n".join([*nx.generate_graphml(graph, named_key_ids=True), ""])
+    contents[GRAPH[1]] = report_json(nx.node_link_data(graph, edges="edges"), 0)
     contents[GRAPH[2]] = png(figure.title, figure.drawings)
     return write_files(folder, contents, NAMES, overwrite)
 
@@ -229,14 +220,10 @@ def whole_blocks(findings: Findings, centrality: Centrality) -> Blocks:
     layers = ", ".join(str(receiver.layer) for receiver in attribution.receivers)
     method = (
         f"The logits of the routers of layers {layers} are sums of sub-scores, one for each "
-        "earlier "
-        "component. Influence is the variance of a component's sub-scores over the experts, "
-        "averaged over tokens; "
-        "AARV is how far the ranks of the top-k experts change, on average, without the "
-        "component. Both are summed "
-        "over routers. Method: Understanding Cross-Layer Contributions to Mixture-of-Experts "
-        "Routing in LLMs, "
-        "ICLR 2026."
+        "earlier component. Influence is the variance of a component's sub-scores over the "
+        "experts, averaged over tokens; AARV is how far the ranks of the top-k experts change, on "
+        "average, without the component. Both are summed over routers. Method: Understanding "
+        "Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs, ICLR 2026."
     )
     components, experts = map(short, findings.correlations.values())
     correlation = (
@@ -244,6 +231,30 @@ def whole_blocks(findings: Findings, centrality: Centrality) -> Blocks:
         f"{experts} for routed experts."
     )
     versions = ", ".join(f"{name} {version}" for name, version in attribution.versions.items())
+    massive = []
+    for output in findings.supers:
+        figures = map(short, (output.max_entry, output.max_norm, output.mean_norm))
+        massive.append((output.label, *figures))
+    columns = ("expert", "largest entry", "largest norm", "mean norm")
+    supers = Table("Super experts", columns, massive) if massive else Text("None were found.")
+    graph: Blocks = ()
+    if any(centrality.values()):  # else no expert comes before a router
+        central = []
+        for expert in ranking(centrality, RELATIVE)[:TOP]:
+            central.append((expert, *(f"{centrality[name][expert]:.3g}" for name in MEASURES)))
+        note = (
+            " hold the whole graph: who steers which router, how strongly, and which experts go "
+            "together."
+        )
+        title = (
+            "The most central experts, by relative PageRank: PageRank over the mean of their "
+            "layer's experts"
+        )
+        graph = (
+            Heading("The routing graph"),
+            Text((Code(GRAPH[0]), " and ", Code(GRAPH[1]), note)),
+            Table(title, ("expert", *MEASURES), central),
+        )
     return (
         Heading(f"{attribution.model}: routing attribution", 1),
         Text(method),
@@ -254,10 +265,10 @@ def whole_blocks(findings: Findings, centrality: Centrality) -> Blocks:
         *_sender_blocks(findings),
         Heading("Super experts"),
         Text("Experts with massive activations (Su et al. 2025, arXiv:2507.23279)."),
-        _super_table(findings),
+        supers,
         Text(_overlap_line(findings)),
         *_key_blocks(attribution),
-        *_graph_blocks(centrality),
+        *graph,
         Heading("Does influence change the choice?"),
         Text(correlation),
         Text(f"Made with {versions}."),
@@ -283,8 +294,7 @@ def exactness(attribution: Attribution) -> str:
     source = without_folders(attribution.calibration)["source"]
     return (
         f"Sub-scores add up to the router's logits within {short(worst.unexplained)} of the "
-        "largest logit "
-        f"(layer {worst.layer}), on {attribution.tokens:,} tokens of {source}."
+        f"largest logit (layer {worst.layer}), on {attribution.tokens:,} tokens of {source}."
     )
 
 
@@ -331,11 +341,11 @@ def _blocked_blocks(findings: Findings) -> Blocks:
         return ()
     rows = []
     for pair in findings.compared:
-        influences = (short(sender.total_influence) for sender in pair)
-        changes = (short(sender.total_rank_change) for sender in pair)
-        rows.append(
-            (pair[0].label, *influences, *changes, *(percent(sender.share) for sender in pair))
-        )
+        row = [pair[0].label]
+        row += [short(sender.total_influence) for sender in pair]
+        row += [short(sender.total_rank_change) for sender in pair]
+        row += [percent(sender.share) for sender in pair]
+        rows.append(row)
     title = f"Without {', '.join(findings.attribution.without)}"
     note = (
         "No router chooses these experts. All other figures here are without them; tokens are "
@@ -377,15 +387,6 @@ def _sender_blocks(findings: Findings) -> Blocks:
     return Heading(title), Table(title, columns, rows, {"kind"}), Text(note)
 
 
-def _super_table(findings: Findings) -> Block:
-    columns = ("expert", "largest entry", "largest norm", "mean norm")
-    rows = []
-    for output in findings.supers:
-        figures = map(short, (output.max_entry, output.max_norm, output.mean_norm))
-        rows.append((output.label, *figures))
-    return Table("Super experts", columns, rows) if rows else Text("None were found.")
-
-
 def _key_blocks(attribution: Attribution) -> Blocks:
     """The key tokens by which the strongest heads influence routers, for the sequences that were
     split by key."""
@@ -407,21 +408,3 @@ def _key_blocks(attribution: Attribution) -> Blocks:
     columns = ("head", "sequence", "first token", "own token", "token before", "strongest keys")
     title = "By key token"
     return Heading(title), Table(title, columns, rows, {columns[-1]}), Text(note)
-
-
-def _graph_blocks(centrality: Centrality) -> Blocks:
-    if not any(centrality.values()):  # no expert comes before a router
-        return ()
-    note = (
-        " hold the whole graph: who steers which router, how strongly, and which experts go "
-        "together."
-    )
-    files = (Code(GRAPH[0]), " and ", Code(GRAPH[1]), note)
-    central = []
-    for expert in ranking(centrality, RELATIVE)[:TOP]:
-        central.append((expert, *(f"{centrality[measure][expert]:.3g}" for measure in MEASURES)))
-    title = (
-        "The most central experts, by relative PageRank: PageRank over the mean of their "
-        "layer's experts"
-    )
-    return Heading("The routing graph"), Text(files), Table(title, ("expert", *MEASURES), central)

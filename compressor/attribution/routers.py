@@ -4,8 +4,8 @@ router's view of it.
 n or T tokens, H hidden, E experts, R routers, r of them at once, K top-k.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,6 @@ from compressor.attribution.tracing import (
     STREAM,
     Chain,
     LayerTrace,
-    Logits,
     Term,
     TracedPass,
     pull_sum,
@@ -54,51 +53,38 @@ class Selection:
 
     def scores(self, logits: Tensor, routers: slice = slice(None)) -> Tensor:
         """[n, R, E] logits -> the scores that are ranked."""
-        mask = None if self.mask is None else self.mask[routers]
-        logits = logits if mask is None else logits + mask
+        if self.mask is not None:
+            logits = logits + self.mask[routers]
         scores = logits if self.score is None else weights_of(logits, self.score)
-        scores = scores if self.bias is None else scores + self.bias[routers]
-        return scores if mask is None else scores + mask
+        if self.bias is not None:
+            scores = scores + self.bias[routers]
+        return scores if self.mask is None else scores + self.mask[routers]
 
 
-def competing(chosen: Tensor, valid: Tensor, experts: int, groups: Sequence[int]) -> Tensor:
-    """[n, R, K] -> [n, R, E]: experts in the same groups of neighbours as the chosen ones, of so
-    many per router."""
-    counts = torch.zeros(*chosen.shape[:2], experts, device=chosen.device)
-    among = counts.scatter_add_(-1, chosen, valid.float().expand(chosen.shape)) > 0
-    for router, count in enumerate(groups):
-        within = among[:, router].unflatten(-1, (count, -1))
-        among[:, router] = within.any(-1, keepdim=True).expand_as(within).flatten(1)
-    return among
-
-
-def selections(biases: Sequence[Tensor]) -> list[Selection]:
-    """Return the known ways to rank experts by routers with these biases, [R, E] each; the plainest
-    first."""
-    tried = [Selection()]
-    for bias in biases:
-        tried += [Selection(score, bias) for score in (None, *SCORES)]
-    return tried
-
-
-def agreements(
+def find_selection(
     tried: Sequence[Selection],
-    logits: Tensor,
-    chosen: Tensor,
+    observed: Iterable[tuple[Tensor, Tensor]],
     valid: Tensor,
     groups: Sequence[int],
-) -> Tensor:
-    """Count the choices of the routers that each way to rank experts explains: [len(tried)].
+) -> Selection:
+    """Return the way to rank experts that explains most of the routers' choices, the first of
+    equals; ranks share what they have observed.
 
-    `logits` [n, R, E], `chosen` [n, R, K], `valid` [R, K] marks slots that a router uses. Routers
-    that choose `groups` first rank the experts of those alone."""
-    outside = ~competing(chosen, valid, logits.shape[-1], groups)
+    `observed` are logits [n, R, E] and choices [n, R, K] of batches, `valid` [R, K] marks slots
+    that a router uses. Routers that choose `groups` first rank the experts of those alone."""
+    counts = torch.zeros(len(tried), dtype=torch.int64, device=valid.device)
     used = valid.sum(-1)[:, None]
-    counts = []
-    for selection in tried:
-        places = ranks_of(selection.scores(logits).masked_fill(outside, -torch.inf), chosen)
-        counts.append(((places < used) & valid).sum())
-    return torch.stack(counts)
+    for logits, chosen in observed:
+        # experts in the same groups of neighbours as the chosen ones
+        among = torch.zeros_like(logits)
+        among = among.scatter_add_(-1, chosen, valid.float().expand(chosen.shape)) > 0
+        for router, count in enumerate(groups):
+            within = among[:, router].unflatten(-1, (count, -1))
+            among[:, router] = within.any(-1, keepdim=True).expand_as(within).flatten(1)
+        for number, selection in enumerate(tried):
+            places = ranks_of(selection.scores(logits).masked_fill(~among, -torch.inf), chosen)
+            counts[number] += ((places < used) & valid).sum()
+    return tried[int(ranks().all_reduce(counts).argmax())]
 
 
 class LeafMap(NamedTuple):
@@ -115,15 +101,12 @@ def leaf_map(terms: Sequence[Term], leaf: str) -> LeafMap | None:
     if not entering:
         return None
     token = entering[0].token
-    if any(
-        bool(torch.as_tensor(term.token != token).any())
-        for term in entering
-        if term.token is not token
-    ):
-        raise CompressionError(
-            f"{leaf} enters a sum twice with different factors; routing attribution does not "
-            "support this model"
-        )
+    for term in entering:
+        if term.token is not token and bool(torch.as_tensor(term.token != token).any()):
+            raise CompressionError(
+                f"{leaf} enters a sum twice with different factors; routing attribution does not "
+                "support this model"
+            )
     return LeafMap(token, tuple(term.chain for term in entering))
 
 
@@ -158,8 +141,7 @@ def refuse(model: OpenModel, decoder_layer: str, why: str) -> CompressionError:
     """The error for an architecture whose routers' logits cannot be taken apart."""
     return CompressionError(
         f"{model.architecture.model_class} cannot be attributed: {decoder_layer}: {why}; compress "
-        "it without "
-        "attribution (--protect takes a list written by hand)"
+        "it without attribution (--protect takes a list written by hand)"
     )
 
 
@@ -217,35 +199,35 @@ class ObservedRouters(TracedPass):
         self._streams[decoder_layer] = stream.chains
         self._factors[decoder_layer, batch] = stream.token
         for number, layer in enumerate(self.layers):
-            if layer.name in trace.logits:
-                self._observe(number, layer, batch, trace.logits[layer.name])
-                if leaf_map(trace.terms, layer.name) is None:
-                    why = "its experts' outputs do not reach the residual stream token by token"
-                    raise refuse(self.model, decoder_layer, why)
-
-    def _observe(self, number: int, layer: MoeLayer, batch: int, logits: Logits) -> None:
-        view = leaf_map(logits.terms, STREAM)
-        if view is None:
-            why = "its router's logits are not linear in the normalised residual stream"
-            raise refuse(self.model, layer.decoder_layer, why)
-        if not bool(torch.isfinite(logits.value).all()):
-            raise CompressionError(
-                f"{layer.router}: its logits are not finite on the calibration data; try --dtype "
-                "float32"
+            if layer.name not in trace.logits:
+                continue
+            logits = trace.logits[layer.name]
+            view = leaf_map(logits.terms, STREAM)
+            if view is None:
+                why = "its router's logits are not linear in the normalised residual stream"
+                raise refuse(self.model, decoder_layer, why)
+            if not bool(torch.isfinite(logits.value).all()):
+                raise CompressionError(
+                    f"{layer.router}: its logits are not finite on the calibration data; try "
+                    "--dtype float32"
+                )
+            blocked = torch.tensor(
+                self.blocked.get(layer.name, ()), dtype=torch.int64, device=logits.chosen.device
             )
-        blocked = torch.tensor(
-            self.blocked.get(layer.name, ()), dtype=torch.int64, device=logits.chosen.device
-        )
-        if bool(torch.isin(logits.chosen, blocked).any()):
-            raise CompressionError(
-                f"{layer.router} chooses experts by more than their scores, so none can be blocked"
-            )
-        slots = logits.chosen.shape[-1]
-        self.logits[batch][:, number] = logits.value
-        self.chosen[batch][:, number, :slots] = logits.chosen
-        self.valid[number, :slots] = True
-        self._factors[layer.name, batch] = view.token
-        self._rows[layer.name] = pull_sum(self._expert_rows(layer), view.chains)
+            if bool(torch.isin(logits.chosen, blocked).any()):
+                raise CompressionError(
+                    f"{layer.router} chooses experts by more than their scores, so none can be "
+                    "blocked"
+                )
+            slots = logits.chosen.shape[-1]
+            self.logits[batch][:, number] = logits.value
+            self.chosen[batch][:, number, :slots] = logits.chosen
+            self.valid[number, :slots] = True
+            self._factors[layer.name, batch] = view.token
+            self._rows[layer.name] = pull_sum(self._expert_rows(layer), view.chains)
+            if leaf_map(trace.terms, layer.name) is None:
+                why = "its experts' outputs do not reach the residual stream token by token"
+                raise refuse(self.model, decoder_layer, why)
 
     def _expert_rows(self, layer: MoeLayer) -> Tensor:
         """[E, E']: the rows that pick the experts' logits from the E' entries of a router's
@@ -259,12 +241,9 @@ class ObservedRouters(TracedPass):
             tensors = dict((*block.named_parameters(), *block.named_buffers()))
             for tensor in layer.tensors:
                 name = tensor.key.removeprefix(f"{layer.block}.")
-                if (
-                    name in tensors
-                    and tensors[name].numel() == layer.experts
-                    and tensors[name].is_floating_point()
-                ):
-                    bias = tensors[name].detach().float().reshape(-1).clone()
+                value = tensors.get(name, torch.empty(0))
+                if value.numel() == layer.experts and value.is_floating_point():
+                    bias = value.detach().float().reshape(-1).clone()
                     self._biases.setdefault(name, {})[layer.name] = bias
 
     def rank(self) -> None:
@@ -284,22 +263,21 @@ class ObservedRouters(TracedPass):
             present = [by_layer[layer.name] for layer in self.layers if layer.name in by_layer]
             if len(present) == len(self.layers):
                 biases.append(torch.stack(present))
-        tried = selections(biases)
+        mask = None
         if self.blocked:
             mask = torch.zeros(
                 len(self.layers), self.model.architecture.experts, device=self.valid.device
             )
             for number, layer in enumerate(self.layers):
                 mask[number, self.blocked.get(layer.name, ())] = -torch.inf
-            tried = [replace(selection, mask=mask) for selection in tried]
-        groups = [layer.routing_groups for layer in self.layers]
-        counts = torch.zeros(len(tried), dtype=torch.int64, device=self.valid.device)
+        tried = [Selection(mask=mask)]  # the plainest first
+        for bias in biases:
+            tried += [Selection(score, bias, mask) for score in (None, *SCORES)]
+        observed = []
         for batch, logits in self.logits.items():
-            first = slice(SELECTION_TOKENS)
-            counts += agreements(
-                tried, logits[first], self.chosen[batch][first], self.valid, groups
-            )
-        self.selection = tried[int(ranks().all_reduce(counts).argmax())]  # the first of equals
+            observed.append((logits[:SELECTION_TOKENS], self.chosen[batch][:SELECTION_TOKENS]))
+        groups = [layer.routing_groups for layer in self.layers]
+        self.selection = find_selection(tried, observed, self.valid, groups)
         for batch, logits in self.logits.items():
             self.chosen_ranks[batch] = ranks_of(self.selection.scores(logits), self.chosen[batch])
 
@@ -315,54 +293,35 @@ class ObservedRouters(TracedPass):
             self._cached_layer = decoder_layer
             self._shared_rows.clear()
         tokens = trace.context.tokens
+        layer_names = self.model.architecture.decoder_layers
         for number, layer in enumerate(self.layers):
             if layer.name in trace.logits:
                 rows = self._expert_rows(layer)
                 scales = torch.ones(tokens, 1, device=rows.device)
                 shared = self._shared_rows.setdefault((number, number + 1), {})
-                yield View(
-                    trace.logits[layer.name].terms, slice(number, number + 1), rows, scales, shared
-                )
+                terms = trace.logits[layer.name].terms
+                yield View(terms, slice(number, number + 1), rows, scales, shared)
         at_once = max(1, SCORES_AT_ONCE // (tokens * self.model.architecture.experts))
         for start in range(self.first_after(decoder_layer), len(self.layers), at_once):
             span = slice(start, start + at_once)  # batches of other sizes have other spans
             shared = self._shared_rows.setdefault((span.start, span.stop), {})
-            if OUTPUT not in shared:
-                shared[OUTPUT] = self._rows_after(decoder_layer, span)
-            yield View(
-                trace.terms,
-                span,
-                shared[OUTPUT],
-                self._scales_after(decoder_layer, span, batch),
-                shared,
-            )
-
-    def _between(self, decoder_layer: str, layer: MoeLayer) -> Sequence[str]:
-        """Decoder layers after `decoder_layer` and before the one of an MoE layer, the last one
-        first."""
-        layer_names = self.model.architecture.decoder_layers
-        return layer_names[
-            layer_names.index(decoder_layer) + 1 : layer_names.index(layer.decoder_layer)
-        ][::-1]
-
-    def _rows_after(self, decoder_layer: str, span: slice) -> Tensor:
-        """[r * E, H]: later routers' rows on the output of a layer."""
-        after = []
-        for layer in self.layers[span]:
-            rows = self._rows[layer.name]
-            for between in self._between(decoder_layer, layer):
-                rows = pull_sum(rows, self._streams[between])
-            after.append(rows)
-        return torch.cat(after)
-
-    def _scales_after(self, decoder_layer: str, span: slice, batch: int) -> Tensor:
-        """[T, r]: the factors of each token that go with those rows."""
-        logits = self.logits[batch][:, span]
-        scales = torch.ones(logits.shape[:2], device=logits.device)
-        for column, layer in enumerate(self.layers[span]):
-            for name in (layer.name, *self._between(decoder_layer, layer)):
-                scales[:, column, None] *= self._factors[name, batch]
-        return scales
+            # later routers' rows [r * E, H] on the output of this layer, and each token's factors
+            after = []
+            logits = self.logits[batch][:, span]
+            scales = torch.ones(logits.shape[:2], device=logits.device)
+            for column, layer in enumerate(self.layers[span]):
+                end = layer_names.index(layer.decoder_layer)
+                between = layer_names[layer_names.index(decoder_layer) + 1 : end][::-1]
+                for name in (layer.name, *between):
+                    scales[:, column, None] *= self._factors[name, batch]
+                if OUTPUT not in shared:
+                    rows = self._rows[layer.name]
+                    for name in between:
+                        rows = pull_sum(rows, self._streams[name])
+                    after.append(rows)
+            if after:
+                shared[OUTPUT] = torch.cat(after)
+            yield View(trace.terms, span, shared[OUTPUT], scales, shared)
 
 
 def observe_routers(

@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from compressor.model.streaming import Forward, LayerVisitor
 
 STREAM = "stream"  # the leaf of a layer's input
 HEAD_SIZES = ("v_head_dim", "head_v_dim", "head_dim")
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 # of a token's entries: a factor (a number or a vector [H]), or a matrix [H', H]
@@ -37,18 +38,17 @@ Step = Tensor | float
 Chain = tuple[Step, ...]
 
 
-def pull(rows: Tensor, chain: Chain) -> Tensor:
-    """[M, H'] -> [M, H]: rows whose products with a vector are those of `rows` with its image under
-    a chain."""
-    for step in reversed(chain):
-        by = torch.as_tensor(step).float()
-        rows = rows @ by if by.dim() == 2 else rows * by
-    return rows
-
-
 def pull_sum(rows: Tensor, chains: Iterable[Chain]) -> Tensor:
-    """[M, H'] -> [M, H]: rows pulled back through a sum of chains."""
-    return reduce(torch.add, (pull(rows, chain) for chain in chains))
+    """[M, H'] -> [M, H]: rows whose products with a vector are those of `rows` with the sum of its
+    images under some chains."""
+    pulled = []
+    for chain in chains:
+        part = rows
+        for step in reversed(chain):
+            by = torch.as_tensor(step).float()
+            part = part @ by if by.dim() == 2 else part * by
+        pulled.append(part)
+    return reduce(torch.add, pulled)
 
 
 class Term(NamedTuple):
@@ -83,9 +83,6 @@ class Context:
         self.leaves[unique] = value.detach().reshape(-1, value.shape[-1]).clone()
         return (Term(unique),)
 
-    def start(self, name: str, value: Tensor) -> "Traced":
-        return self.trace(value, self.begin(name, value))
-
     def trace(self, value: Tensor, terms: Terms) -> "Traced":
         traced = value.as_subclass(Traced)
         traced.terms = terms
@@ -119,7 +116,14 @@ class Traced(Tensor):
         if not traced or not (in_place or isinstance(result, Tensor)):
             return result
         context = traced[0].context
-        terms = _linear_terms(context, func.__name__, result, args, kwargs)
+        name = func.__name__
+        operation = OPERATIONS.get(name.rstrip("_"))  # add_ is add in place
+        terms = None
+        if name in RESHAPING:
+            if isinstance(args[0], Traced) and result.numel() == args[0].numel():
+                terms = args[0].terms
+        elif operation is not None and context.fits(result):
+            terms = operation(context, result, *args, **kwargs)
         if not in_place:
             return result if terms is None else context.trace(result, terms)
         target = args[0]
@@ -141,37 +145,20 @@ def untraced(values: Any) -> Any:
     return tree_map(plain, values)
 
 
-def _linear_terms(context: Context, name: str, result: Any, args: Any, kwargs: Any) -> Terms | None:
-    """Return the terms of an operation's result; None if the operation is not linear or does not go
-    token by token."""
-    if name in RESHAPING:
-        kept = isinstance(args[0], Traced) and result.numel() == args[0].numel()
-        return args[0].terms if kept else None
-    operation = OPERATIONS.get(name.rstrip("_"))  # add_ is add in place
-    return (
-        operation(context, result, *args, **kwargs) if operation and context.fits(result) else None
-    )
-
-
 def _then(terms: Terms, step: Step) -> Terms:
     return tuple(term._replace(chain=(*term.chain, step)) for term in terms)
 
 
 def _sum(
-    context: Context, result: Tensor, input: Any, other: Any, alpha: float = 1.0
+    context: Context, result: Tensor, input: Any, other: Any, alpha: float = 1.0, sign: int = 1
 ) -> Terms | None:
-    """input + alpha * other."""
+    """Return the terms of input + sign * alpha * other."""
     first = _summand(context, result, input)
     second = _summand(context, result, other)
     if first is None or second is None:
         return None
-    return (*first, *(second if alpha == 1 else _then(second, alpha)))
-
-
-def _difference(
-    context: Context, result: Tensor, input: Any, other: Any, alpha: float = 1.0
-) -> Terms | None:
-    return _sum(context, result, input, other, -alpha)
+    factor = sign * alpha
+    return (*first, *(second if factor == 1 else _then(second, factor)))
 
 
 def _summand(context: Context, result: Tensor, value: Any) -> Terms | None:
@@ -188,26 +175,23 @@ def _summand(context: Context, result: Tensor, value: Any) -> Terms | None:
     return context.begin("constant", number.reshape(1, -1).expand(1, width))
 
 
-def _product(context: Context, result: Tensor, input: Any, other: Any) -> Terms | None:
-    traced, factor = (input, other) if isinstance(input, Traced) else (other, input)
-    return (
-        None
-        if isinstance(factor, Traced)
-        else _times(traced, torch.as_tensor(factor).detach().float())
-    )
-
-
-def _quotient(
-    context: Context, result: Tensor, input: Any, other: Any, rounding_mode: str | None = None
+def _product(
+    context: Context,
+    result: Tensor,
+    input: Any,
+    other: Any,
+    rounding_mode: str | None = None,
+    inverse: bool = False,
 ) -> Terms | None:
-    if isinstance(other, Traced) or rounding_mode:
+    """Return terms times, or divided by, a number, a vector [H] or a factor for each token [T,
+    1]."""
+    traced, value = (input, other) if isinstance(input, Traced) else (other, input)
+    if isinstance(value, Traced) or rounding_mode or (inverse and traced is other):
         return None
-    return _times(input, 1.0 / torch.as_tensor(other).detach().float())
-
-
-def _times(traced: Traced, factor: Tensor) -> Terms | None:
-    """Terms times a number, a vector [H] or a factor for each token [T, 1]."""
-    if factor.dim() > 1 and factor.shape[-1] == 1 and factor.numel() == traced.context.tokens:
+    factor = torch.as_tensor(value).detach().float()
+    if inverse:
+        factor = 1.0 / factor
+    if factor.dim() > 1 and factor.shape[-1] == 1 and factor.numel() == context.tokens:
         by_token = factor.reshape(-1, 1)
         return tuple(term._replace(token=term.token * by_token) for term in traced.terms)
     if factor.numel() == 1:
@@ -225,21 +209,20 @@ def _mean(context: Context, result: Tensor, input: Traced, *dim: Any, **more: An
 
 
 def _linear(
-    context: Context, result: Tensor, input: Traced, weight: Tensor, bias: Tensor | None = None
-) -> Terms:
-    terms = _then(input.terms, weight.detach())
+    context: Context,
+    result: Tensor,
+    input: Traced,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    transposed: bool = False,
+) -> Terms | None:
+    if isinstance(weight, Traced) or weight.dim() != 2:
+        return None
+    terms = _then(input.terms, weight.T if transposed else weight.detach())
     if bias is not None:
         terms = (*terms, *context.begin("constant", bias))
     context.products.append((result, terms))
     return terms
-
-
-def _matrix_product(context: Context, result: Tensor, input: Any, other: Tensor) -> Terms | None:
-    return (
-        None
-        if isinstance(other, Traced) or other.dim() != 2
-        else _linear(context, result, input, other.T)
-    )
 
 
 def _layer_norm(
@@ -294,12 +277,12 @@ RESHAPING = {  # the order of the entries stays
 }
 OPERATIONS: dict[str, Callable[..., Terms | None]] = {
     "add": _sum,
-    "sub": _difference,
+    "sub": partial(_sum, sign=-1),
     "mul": _product,
-    "div": _quotient,
+    "div": partial(_product, inverse=True),
     "mean": _mean,
     "linear": _linear,
-    "matmul": _matrix_product,
+    "matmul": partial(_linear, transposed=True),
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
 }
@@ -365,29 +348,17 @@ def parts_of(decoder_layer: str, module: nn.Module, layers: Sequence[MoeLayer]) 
         around = any(inner.startswith(f"{name}.") for inner in (*experts, *routers))
         if name in experts:
             parts[name] = "expert"
-        elif (
-            inside
-            or around
-            or name == decoder_layer
-            or name in routers
-            or isinstance(child, nn.Linear)
-        ):
+        elif inside or around or name in (decoder_layer, *routers) or isinstance(child, nn.Linear):
             continue
         elif any(parameter.dim() > 1 for parameter in child.parameters()):
-            parts[name] = _kind(child, bool(layers))
+            # a token mixer takes masks, positions or a cache beside its input, an MLP none of them
+            arguments = inspect.signature(type(child).forward).parameters.values()
+            named = [argument for argument in arguments if argument.kind not in VARIADIC]
+            if len(named) > 2:  # more than self and the hidden states
+                parts[name] = "attention"
+            else:
+                parts[name] = "shared" if layers else "mlp"
     return parts
-
-
-def _kind(module: nn.Module, in_moe_layer: bool) -> str:
-    """A token mixer takes masks, positions or a cache beside its input; an MLP its input alone."""
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = [
-        entry.kind not in variadic
-        for entry in inspect.signature(type(module).forward).parameters.values()
-    ]
-    if sum(named) > 2:  # more than self and the hidden states
-        return "attention"
-    return "shared" if in_moe_layer else "mlp"
 
 
 def router_width(layer: MoeLayer) -> int:
@@ -397,40 +368,30 @@ def router_width(layer: MoeLayer) -> int:
     return layer.experts + max(extra, default=0)
 
 
-def head_count(attention: nn.Module, projection: nn.Linear) -> int | None:
-    """Return the number of heads of an output projection; None if the module does not name it."""
-    for name in HEAD_SIZES:
-        size = getattr(attention, name, None)
-        if isinstance(size, int) and size > 0 and projection.in_features % size == 0:
-            return projection.in_features // size
-    return None
-
-
-def _first(output: Any) -> Any:
-    return output[0] if isinstance(output, tuple) else output
-
-
 def _watch_part(part: str, module: nn.Module, trace: LayerTrace, stack: ExitStack) -> None:
     """Give a component plain tensors and let its output begin a term, until the stack closes."""
     context = trace.context
     mixes: list[tuple[Heads, Tensor]] = []  # of linear modules that mix heads, with their output
 
     def mix(linear: nn.Linear, args: Any, output: Tensor) -> None:
-        count = head_count(module, linear)
-        if count is not None and context.fits(args[0]):
-            inputs = args[0].reshape(context.tokens, count, -1)
-            weight = linear.weight.unflatten(1, (count, -1))
-            mixes.append((Heads(inputs, weight, linear.bias), output))
+        for name in HEAD_SIZES:
+            size = getattr(module, name, None)
+            is_size = isinstance(size, int) and size > 0 and linear.in_features % size == 0
+            if is_size and context.fits(args[0]):
+                inputs = args[0].reshape(context.tokens, -1, size)
+                weight = linear.weight.unflatten(1, (-1, size))
+                mixes.append((Heads(inputs, weight, linear.bias), output))
+                return
 
     def begin(_: Any, args: Any, output: Any) -> Any:
-        first = _first(output)
+        first = output[0] if isinstance(output, tuple) else output
         if not context.fits(first):
             return output
         if mixes:  # heads count one by one if the attention's output is its projection's, unchanged
             heads, projected = mixes[-1]
             if torch.equal(projected.flatten(), first.flatten()):
                 trace.heads[part] = heads
-        begun = context.start(part, first)
+        begun = context.trace(first, context.begin(part, first))
         return (begun, *output[1:]) if isinstance(output, tuple) else begun
 
     stack.enter_context(
@@ -463,11 +424,8 @@ def _watch_layer(layer: MoeLayer, model: nn.Module, trace: LayerTrace, stack: Ex
         ends = [0, *choices.ends.tolist()]
         for expert, rows in enumerate(map(slice, ends, ends[1:])):
             if rows.start < rows.stop:
-                routed.append(
-                    RoutedOutputs(
-                        expert, choices.tokens[rows], choices.weights[rows], outputs[rows]
-                    )
-                )
+                tokens = choices.tokens[rows]
+                routed.append(RoutedOutputs(expert, tokens, choices.weights[rows], outputs[rows]))
 
     stack.enter_context(moe_hooks(model, layer, on_router=keep, on_expert_output=keep_outputs))
 
@@ -487,21 +445,20 @@ class TracedPass(LayerVisitor):
             layers = self.at.moe_layers
             hidden = args[0] if args else kwargs["hidden_states"]
             context = Context(hidden.shape[:-1].numel())
-            trace = LayerTrace(
-                context, parts_of(decoder_layer, model.get_submodule(decoder_layer), layers)
-            )
-            start = context.start(STREAM, hidden)
+            module = model.get_submodule(decoder_layer)
+            trace = LayerTrace(context, parts_of(decoder_layer, module, layers))
+            start = context.trace(hidden, context.begin(STREAM, hidden))
             with ExitStack() as stack:
                 for part in trace.kinds:
                     _watch_part(part, model.get_submodule(part), trace, stack)
                 for layer in layers:
                     _watch_layer(layer, model, trace, stack)
-                output = (
-                    layer_forward(start, *args[1:], **kwargs)
-                    if args
-                    else layer_forward(**{**kwargs, "hidden_states": start})
-                )
-            first = _first(output)
+                if args:
+                    args = (start, *args[1:])
+                else:
+                    kwargs["hidden_states"] = start
+                output = layer_forward(*args, **kwargs)
+            first = output[0] if isinstance(output, tuple) else output
             if isinstance(first, Traced):
                 trace.terms = first.terms
             self.visit(decoder_layer, self.at.batch, trace)

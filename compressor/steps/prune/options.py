@@ -1,5 +1,6 @@
 """Options of the step `prune`: a strategy decides which experts stay, merge or go."""
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -38,12 +39,18 @@ def protector_of(protect: Any) -> Protector | None:
         raise CompressionError(
             f"--protect {protect} should be {name}:N with a whole number N above 0"
         )
-    return lambda planner: find(planner, int(count))
+
+    @functools.wraps(find)
+    def of_count(planner: Any) -> Sequence[tuple[str, int]]:
+        return find(planner, int(count))
+
+    return of_count
 
 
 def protecting_packages(protect: Any) -> tuple[str, ...]:
-    """Return the optional packages that a protector imports."""
-    return ("networkx",) if isinstance(protect, str) and protect.startswith("graph:") else ()
+    """Return the optional packages that a protector says it imports, as its `packages`."""
+    packages: tuple[str, ...] = getattr(protector_of(protect), "packages", ())
+    return packages
 
 
 def _check_protect(protect: Any) -> Any:

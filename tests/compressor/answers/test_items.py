@@ -66,8 +66,6 @@ def test_a_file_without_items_or_no_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(CompressionError, match="has no items"):
         read_items(written(tmp_path, b"", b"  "))
     with pytest.raises(CompressionError, match="is no file"):
-        read_items(tmp_path / "none.jsonl")
-    with pytest.raises(CompressionError, match="is no file"):
         read_items(tmp_path)
 
 

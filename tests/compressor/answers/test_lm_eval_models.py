@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from compressor import memory
 from compressor.answers import lm_eval_models as streamed
 from compressor.answers import lm_eval_run as evaluating
-from compressor.answers.lm_eval_models import inputs_of, loaded_model, streamed_model
+from compressor.answers.lm_eval_models import lm_eval_model
 from compressor.answers.lm_eval_run import TaskEvaluation, plan_evaluation, streams, weight_bytes
 from compressor.answers.tasks import EvaluationOptions, resolve_tasks
 from compressor.checkpoint.source import locate
@@ -46,10 +46,11 @@ def answered(model: Any) -> tuple[list[tuple[float, bool]], list[float]]:
 def test_answers_are_those_of_the_model_in_memory(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = small.save(tmp_path / "model", family)
     source = locate(str(folder))
-    with loaded_model(source, options()) as stock:
+    with lm_eval_model(source, options()) as stock:
         choices, texts = answered(stock)
     for settings in ({}, {"batch_size": 3}):
-        with paths_of("tempfile.mkstemp") as spilled, streamed_model(source, options(**settings)) as model:
+        streaming = lm_eval_model(source, options(**settings), streamed=True)
+        with paths_of("tempfile.mkstemp") as spilled, streaming as model:
             found = answered(model)
             assert all(value.device.type == "meta" for value in model.opened.partial.model.parameters())
         assert [answer[0] for answer in found[0]] == pytest.approx([answer[0] for answer in choices], abs=1e-4)
@@ -61,7 +62,7 @@ def test_answers_are_those_of_the_model_in_memory(family: str, tmp_path: Path, m
 
 
 def test_the_head_is_shown_what_counts_alone(tmp_path: Path) -> None:
-    with streamed_model(locate(str(small.save(tmp_path / "model"))), options()) as model:
+    with lm_eval_model(locate(str(small.save(tmp_path / "model"))), options(), streamed=True) as model:
         ran, head = list[tuple[int, ...]](), list[tuple[int, ...]]()
         stock = model.opened.partial.model
         stock.get_input_embeddings().register_forward_hook(lambda module, args, out: ran.append(tuple(args[0].shape)))
@@ -70,12 +71,15 @@ def test_the_head_is_shown_what_counts_alone(tmp_path: Path) -> None:
         model.loglikelihood(requests("loglikelihood", CHOICES + ODD))
         of_text = partial(model.tok_encode, add_special_tokens=False)
         pairs = [model._encode_pair(*each) for each in CHOICES + ODD[1:]]
-        inputs = inputs_of([([model.prefix_token_id], of_text(ODD[0][1])), *pairs], model.max_length)
+        scored: dict[tuple[int, ...], int] = {}  # by input: positions
+        for before, after in [([model.prefix_token_id], of_text(ODD[0][1])), *pairs]:
+            tokens = (*before, *after)[-model.max_length - 1 : -1]
+            scored[tokens] = max(len(after), scored.get(tokens, 0))
     asked = 5 * 4 + len(ODD)
     # " a" and " b" of one question are predicted by the same tokens
     assert sum(rows for rows, _ in ran) == asked - 5
     positions = sum(positions for _, positions, _ in head)
-    assert positions == sum(each.scored for each in inputs) < sum(rows * length for rows, length in ran)
+    assert positions == sum(scored.values()) < sum(rows * length for rows, length in ran)
 
 
 def test_tasks_are_answered_together_and_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

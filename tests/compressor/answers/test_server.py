@@ -3,7 +3,7 @@ import math
 import re
 import shutil
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +165,7 @@ def test_a_busy_server_is_asked_again(model: Path) -> None:
         assert server.scored == "tokens"
         served.busy = server_module.TRIES
         with pytest.raises(CompressionError, match=r"answers 503 \(busy\)"):
-            server.ask("/completions", server_module.Completion, {"model": "served", "prompt": "a"})
+            server.complete({"prompt": "a"})
 
 
 def test_wrong_servers_are_one_sentence(
@@ -202,11 +202,11 @@ def test_wrong_servers_are_one_sentence(
 
 
 def test_options_of_servers_are_checked() -> None:
-    wrong: list[tuple[dict[str, Any], str]] = [({"base_served_model": "a"}, "--base-server")]
-    wrong += [({"timeout": seconds}, "timeout is ") for seconds in (0, -1, math.inf, math.nan, 1e300)]
-    for options, message in wrong:
-        with pytest.raises(CompressionError, match=message):
-            ServerOptions(**options)
+    with pytest.raises(CompressionError, match="--base-server"):
+        ServerOptions(base_served_model="a")
+    for seconds in (0, -1, math.inf, math.nan, 1e300):
+        with pytest.raises(CompressionError, match="timeout is "):
+            ServerOptions(timeout=seconds)
     for url in ("http://a:abc", "http://a:99999", "http://[::1", "file:///etc/passwd", "ftp://a", "http://", "a:1", ""):
         with pytest.raises(CompressionError, match="is no address of a server"):
             open_server(url)
@@ -236,13 +236,13 @@ def traced(model: Path, tmp_path: Path, stub: Stub) -> list[Any]:
     return ["traces", chats, "--server", stub.address, *out, "--max-new-tokens", 8, "--batch-size", 1]
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(number, id=name, marks=() if number % FEW == 0 else pytest.mark.full)
-        for number, name in enumerate(BEHAVIOURS)
-    ],
-)
+NUMBERED = [
+    pytest.param(number, id=name, marks=() if number % FEW == 0 else pytest.mark.full)
+    for number, name in enumerate(BEHAVIOURS)
+]
+
+
+@pytest.mark.parametrize("number", NUMBERED)
 def test_no_behaviour_of_a_server_does_harm(number: int, traced: Any, tmp_path: Path, stub: Stub, run: Run) -> None:
     stub.behaviour = behaviour = behaviours(stub.elsewhere)[number]
     stub.trigger = {TEXT: "Say two", CHAT: "Say abc"}.get(behaviour.path, "")
@@ -268,39 +268,23 @@ def golden(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-ASKING = ("check", "gate", "evaluate", "traces")
+ENDLESS = [
+    pytest.param(*case, marks=() if case[:2] == ("check", MODELS) else pytest.mark.full)
+    for case in product(("check", "gate", "evaluate", "traces"), (MODELS, VERSION, TEXT), range(len(unending(""))))
+]
 
 
-@pytest.mark.parametrize(
-    ("command", "path", "number"),
-    [
-        pytest.param(command, path, number, marks=() if command == "check" and path == MODELS else pytest.mark.full)
-        for command in ASKING
-        for path in (MODELS, VERSION, TEXT)
-        for number in range(len(unending("")))
-    ],
-)
+@pytest.mark.parametrize(("command", "path", "number"), ENDLESS)
 def test_no_answer_outlasts_its_timeout(
-    command: str,
-    path: str,
-    number: int,
-    model: Path,
-    golden: Path,
-    tasks: Path,
-    tmp_path: Path,
-    stub: Stub,
-    run: Run,
+    command: str, path: str, number: int, model: Path, golden: Path, tasks: Path, tmp_path: Path, stub: Stub, run: Run
 ) -> None:
     stub.behaviour = unending(path)[number]
     stub.trigger = ""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps(PROMPTS[0]) + "\n")
-    settings = {
-        "check": ["--answers", golden],
-        "gate": ["--tasks", "sums", "--include-path", tasks, "--max-drop", 0.9],
-        "evaluate": ["--prompts", prompts],
-        "traces": ["--prompts", prompts, "-o", tmp_path / "out.jsonl"],
-    }
+    settings = {"check": ["--answers", golden], "evaluate": ["--prompts", prompts]}
+    settings["gate"] = ["--tasks", "sums", "--include-path", tasks, "--max-drop", 0.9]
+    settings["traces"] = ["--prompts", prompts, "-o", tmp_path / "out.jsonl"]
     told = run(command, model, *settings[command], "--server", stub.address, "--timeout", 0.5)
     assert told.status == 2 and told.err.count("Error: ") == 1, told
     assert re.search(f"did not answer within 0.5 seconds|answers with over {2**25:,} bytes", told.err), told

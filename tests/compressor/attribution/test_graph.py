@@ -24,10 +24,9 @@ from compressor.attribution.graph import (
     ranking,
     routed_together,
     routing_graph,
-    strong_edges,
 )
 from compressor.attribution.pictures import EDGES_DRAWN, graph_figure
-from compressor.attribution.report import graph_files
+from compressor.attribution.report import findings, write_attribution
 from tests.support.attribution_results import attribution, module
 from tests.support.rendered_figures import axes_of
 
@@ -85,7 +84,7 @@ def test_measures_are_those_of_brute_force(seed: int) -> None:
     graph = routing_graph(random_attribution(seed))
     found = centralities(graph)
     steering, routes = weights(edges_of(graph, STEERS)), weights(edges_of(graph, ROUTES))
-    strong = set(strong_edges(edges_of(graph, STEERS)).edges)
+    strong = {edge for edge in steering if is_strong(edge, steering, dict(graph.nodes(data="kind")))}
     nodes, routers = list(graph), [node for node in graph if graph.nodes[node]["kind"] == "router"]
     experts = [node for node in graph if graph.nodes[node]["kind"] == "expert" and any(e[0] == node for e in steering)]
     assert all(list(values) == experts for values in found.values()) and list(found) == list(MEASURES)
@@ -99,15 +98,15 @@ def test_measures_are_those_of_brute_force(seed: int) -> None:
         assert found["relative PageRank"][expert] == pytest.approx(
             found["PageRank"][expert] / (sum(beside) / len(beside))
         )
-    for edge in steering:
-        kind = graph.nodes[edge[0]]["kind"]
-        alike = [
-            weight for (start, end), weight in steering.items() if end == edge[1] and graph.nodes[start]["kind"] == kind
-        ]
-        assert (edge in strong) == (steering[edge] >= sum(alike) / len(alike) or len(alike) == 1)
     lengths = {edge: 1 / weight for edge, weight in {**routes, **{e: steering[e] for e in strong}}.items()}
     assert found["betweenness"] == pytest.approx(betweenness(routers, lengths, experts))
     assert found["core"] == {expert: float(core(strong, expert)) for expert in experts}
+
+
+def is_strong(edge: tuple[str, str], steering: dict[tuple[str, str], float], kinds: dict[str, str]) -> bool:
+    """An edge at least as heavy as the mean one into its router from senders of its kind."""
+    alike = [w for (start, end), w in steering.items() if end == edge[1] and kinds[start] == kinds[edge[0]]]
+    return len(alike) == 1 or steering[edge] >= sum(alike) / len(alike)
 
 
 def pagerank(nodes: list[str], routers: list[str], steering: Any, routes: Any, experts: list[str]) -> dict[str, float]:
@@ -218,11 +217,10 @@ WHOLE = replace(MADE, together=together(), score_edges=EDGES, model="org/<tiny> 
 
 def test_files_open_in_networkx_as_they_were(tmp_path: Path) -> None:
     graph, centrality = measured_graph(WHOLE)
-    for name, content in graph_files(graph).items():
-        (tmp_path / name).write_text(content, encoding="utf-8")
-    text = (tmp_path / "graph.json").read_text()
+    write_attribution(findings(WHOLE), tmp_path / "out", False)
+    text = (tmp_path / "out" / "graph.json").read_text()
     content = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    for read in (nx.read_graphml(tmp_path / "graph.graphml"), nx.node_link_graph(content, edges="edges")):
+    for read in (nx.read_graphml(tmp_path / "out" / "graph.graphml"), nx.node_link_graph(content, edges="edges")):
         assert read.is_directed() and not read.is_multigraph()
         assert dict(read.nodes(data=True)) == dict(graph.nodes(data=True))
         assert {edge: read.edges[edge] for edge in read.edges} == {e: graph.edges[e] for e in graph.edges}

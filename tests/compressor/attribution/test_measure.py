@@ -13,14 +13,14 @@ from compressor.attribution.figures import Attribution, Sender, router_labels
 from compressor.attribution.graph import routing_graph
 from compressor.attribution.hubs import find_hubs, super_experts
 from compressor.attribution.measure import attribute
-from compressor.attribution.routers import agreements, selections
+from compressor.attribution.routers import Selection, find_selection
 from compressor.attribution.tracing import parts_of
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.model.architecture import discover
 from compressor.model.moe_layer import layers_by_decoder_layer
 from compressor.model.opened import OpenModel, open_model
-from compressor.model.router_logits import Score
+from compressor.model.router_logits import SCORES, Score
 from compressor.progress import Silent
 from tests.support import surgery_reference, zoo
 from tests.support.opened_models import batches, calibration, opened
@@ -86,7 +86,7 @@ def test_sub_scores_add_to_the_logits_of_every_family(name: str, tmp_path: Path)
     assert found.tokens == 36 and len(found.outputs) == len(model.architecture.layers) * model.architecture.experts
     moe = add_up(found.of_kind("moe"), len(found.receivers))
     assert moe == pytest.approx(add_up(found.of_kind("expert", "shared"), len(found.receivers)), rel=1e-4, abs=1e-5)
-    graph = routing_graph(found)
+    graph = routing_graph(found)  # of heads and their bias in place of attentions
     for label, receiver in zip(router_labels(found.receivers), found.receivers, strict=True):
         edges = [data for *_, data in graph.in_edges(label, data=True)]
         assert sum(data["covariance"] for data in edges) == pytest.approx(receiver.variance, rel=1e-4)
@@ -137,19 +137,6 @@ def test_families_without_a_residual_stream_are_refused(name: str, tmp_path: Pat
         run(model, batches(stock))
     assert REFUSED[name] in str(caught.value)
     assert name == "diffusion_gemma" or model.architecture.model_class in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss", "qwen3_next"])
-def test_heads_and_their_bias_add_to_the_attention(name: str, tmp_path: Path) -> None:
-    stock, model = opened(name, tmp_path)
-    found = run(model, batches(stock))
-    assert len(found.of_kind("bias")) == (len(found.of_kind("attention")) if name == "gpt_oss" else 0)
-    for attention in found.of_kind("attention"):
-        heads = [head for head in found.of_kind("head") if head.module == attention.module]
-        assert [head.number for head in heads] == list(range(stock.config.num_attention_heads))
-        expected = [value or 0.0 for value in mean_scores(attention)]
-        biases = [bias for bias in found.of_kind("bias") if bias.module == attention.module]
-        assert add_up([*heads, *biases], len(found.receivers)) == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3"])
@@ -290,7 +277,7 @@ def test_the_routers_own_way_to_rank_is_found(activation: Score | None) -> None:
     bias, decoy = normal(2, 8, seed=1), normal(2, 8, seed=2)
     scale = {None: 1.0, "sigmoid": 0.5, "softmax": 0.3, "sqrt-softplus": 1.0}[activation]
     chosen = (ACTIVATIONS[activation](logits) + scale * bias).topk(2).indices
-    tried = selections([decoy, scale * bias])
-    found = tried[int(agreements(tried, logits, chosen, torch.ones(2, 2, dtype=torch.bool), (1, 1)).argmax())]
+    tried = [Selection(score, added) for added in (decoy, scale * bias) for score in (None, *SCORES)]
+    found = find_selection([Selection(), *tried], [(logits, chosen)], torch.ones(2, 2, dtype=torch.bool), (1, 1))
     assert found.score == activation
     assert found.bias is not None and torch.equal(found.bias, scale * bias)

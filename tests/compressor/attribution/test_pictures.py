@@ -1,4 +1,5 @@
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,8 @@ from PIL import Image
 from scipy.stats import spearmanr
 
 from compressor.attribution.figures import Attribution, Sender
-from compressor.attribution.hubs import find_hubs
-from compressor.attribution.pictures import (
-    NAMES,
-    causal_figure,
-    experts_figure,
-    influence_figure,
-    pictures,
-    scores_figure,
-)
+from compressor.attribution.hubs import Hub, find_hubs
+from compressor.attribution.pictures import NAMES, pictures
 from compressor.attribution.report import findings, write_attribution
 from compressor.document.blocks import Figure
 from tests.support.attribution_results import attribution, sender
@@ -47,7 +41,12 @@ MODELS: dict[str, Attribution] = {
 }
 
 
-def panels(figure: Figure) -> dict[str, Axes]:
+def drawn(name: str, made: Attribution, hubs: Sequence[Hub] = ()) -> Figure:
+    return {figure.name: figure for figure in pictures(made, hubs, 4)}[name]
+
+
+def panels(name: str, made: Attribution, hubs: Sequence[Hub] = ()) -> dict[str, Axes]:
+    figure = drawn(name, made, hubs)
     return {axes.get_title(loc="left").replace("\n", " "): axes for axes in axes_of(figure) if axes.images}
 
 
@@ -68,7 +67,7 @@ def names(axes: Axes) -> list[str]:
 @pytest.mark.parametrize("name", ["small", "large", "one receiver"])
 def test_cells_are_the_influences_on_one_scale(name: str) -> None:
     made = MODELS[name]
-    found = panels(influence_figure(made))
+    found = panels("influence", made)
     kinds = {"token embedding": "token", "attention": "attention", "dense MLP": "mlp", "MoE": "moe"}
     wanted = {title: rows(made.of_kind(kind)) for title, kind in kinds.items() if len(rows(made.of_kind(kind)))}
     assert found.keys() == wanted.keys()
@@ -80,34 +79,34 @@ def test_cells_are_the_influences_on_one_scale(name: str) -> None:
 
 
 def test_rows_and_columns_are_numbered_by_layer() -> None:
-    found = panels(influence_figure(SMALL))
+    found = panels("influence", SMALL)
     assert names(found["attention"]) == ["L0", "L1", "L2", "L3"] and names(found["MoE"]) == ["L1", "L2"]
     assert [text.get_text() for text in found["MoE"].get_xticklabels()] == ["1", "2", "3"]
-    several = panels(influence_figure(MODELS["two mixers in a layer"]))["attention"]
+    several = panels("influence", MODELS["two mixers in a layer"])["attention"]
     assert names(several)[0] == "model.layers.0.self_attn" and names(several)[-1] == "mamba_mixer"
 
 
 def test_promotion_and_inhibition_have_a_column_each_on_the_same_scale() -> None:
-    found = panels(scores_figure(SMALL))
+    whole = panels("scores", SMALL)
+    found = dict(whole)
     for title, kind in {"token embedding": "token", "attention": "attention", "dense MLP": "mlp", "MoE": "moe"}.items():
         for score, name in {"APS": "positive", "ANS": "negative"}.items():
             np.testing.assert_allclose(cells(found.pop(f"{title}: {score}")), rows(SMALL.of_kind(kind), name))
     assert not found
-    axes = panels(scores_figure(SMALL)).values()
-    assert len({each.images[0].get_clim() for each in axes}) == 1
-    colours = {title[-3:]: each.images[0].get_cmap().name for title, each in panels(scores_figure(SMALL)).items()}
+    assert len({each.images[0].get_clim() for each in whole.values()}) == 1
+    colours = {title[-3:]: each.images[0].get_cmap().name for title, each in whole.items()}
     assert colours["APS"] != colours["ANS"]
 
 
 def test_strips_are_the_strongest_experts_and_heads_with_hubs_marked() -> None:
-    found = panels(experts_figure(SMALL, find_hubs(SMALL), top=4))
+    found = panels("experts", SMALL, find_hubs(SMALL))
     experts, heads = found["strongest routed experts (★ hub)"], found["strongest attention heads"]
     assert names(experts)[:2] == ["★ L1 E3", "★ L2 E6"] and len(names(experts)) == 4
     assert not any("★" in label for label in [*names(experts)[2:], *names(heads)])
     for axes, kind in ((experts, "expert"), (heads, "head")):
         strong = tuple(sorted(SMALL.of_kind(kind), key=lambda each: -each.total_influence)[:4])
         np.testing.assert_allclose(cells(axes), rows(strong))
-    assert "strongest routed experts (★ hub)" in panels(experts_figure(SMALL, (), top=4))
+    assert "strongest routed experts (★ hub)" in panels("experts", SMALL)
 
 
 def points(axes: Axes) -> dict[str, list[tuple[float, float]]]:
@@ -122,7 +121,7 @@ def measured(*senders: Sender) -> list[tuple[float, float]]:
 
 
 def test_points_are_influence_and_rank_change() -> None:
-    components, experts = axes_of(causal_figure(SMALL, find_hubs(SMALL)))
+    components, experts = axes_of(drawn("causal", SMALL, find_hubs(SMALL)))
     kinds = {"token embedding": "token", "attention": "attention", "dense MLP": "mlp", "MoE": "moe"}
     wanted = {title: measured(*SMALL.of_kind(kind)) for title, kind in {**kinds, "shared experts": "shared"}.items()}
     assert points(components) == wanted
@@ -138,10 +137,10 @@ def test_the_rank_correlation_is_in_the_title() -> None:
         sender("expert", 1, (0.5 + n, 2.0 * n, None), number=n, rank_change=(float(n * 7 % 5), 1.0 / (1 + n), None))
         for n in range(6)
     )
-    _, experts = axes_of(causal_figure(replace(SMALL, senders=senders), ()))
+    _, experts = axes_of(drawn("causal", replace(SMALL, senders=senders)))
     wanted = spearmanr(*zip(*measured(*senders), strict=True)).statistic
     assert f"Spearman rank correlation {wanted:.2f} (12 pairs)" in experts.get_title()
-    flat, _ = axes_of(causal_figure(MODELS["zeros"], ()))
+    flat, _ = axes_of(drawn("causal", MODELS["zeros"]))
     assert "no rank correlation" in flat.get_title()
 
 

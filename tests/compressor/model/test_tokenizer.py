@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 import compressor
-from compressor.answers.lm_eval_models import loaded_model
+from compressor.answers.lm_eval_models import lm_eval_model
 from compressor.answers.prompts import Prompt, encode_text, tokens_of
 from compressor.answers.tasks import EvaluationOptions
 from compressor.checkpoint.source import locate
@@ -38,7 +38,7 @@ def test_a_made_up_tokenizer_is_refused(checkpoint: Path, tmp_path: Path) -> Non
     made_up = pytest.raises(CompressionError, match=r"no file there defines the .* that transformers makes up")
     with made_up:
         compressor.compress(str(checkpoint), tmp_path / "out", experts=4, calibration=[str(text)], samples=2)
-    with made_up, loaded_model(locate(str(checkpoint)), EvaluationOptions(tasks=("demo-skills",))):
+    with made_up, lm_eval_model(locate(str(checkpoint)), EvaluationOptions(tasks=("demo-skills",))):
         pass
     assert list(tmp_path.iterdir()) == [text]
 
