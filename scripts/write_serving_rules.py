@@ -27,7 +27,7 @@ def table() -> str:
         rows.append(
             f"| {rule.server} | {rule.whom.words} | {rule.needs.words} | {example} | "
             f"{rule.effect} | "
-            f"{source}, {rule.version}{seen} |"
+            f"{source}, {rule.version}, {rule.date}{seen} |"
         )
     return "\n".join(rows)
 

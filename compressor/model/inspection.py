@@ -107,18 +107,6 @@ def _parts(model: OpenModel) -> dict[str, str]:
     return parts
 
 
-def candidates(layers: Sequence[MoeLayer], experts: int | None) -> list[int]:
-    """Return the numbers of experts to show: the requested one, or three quarters, a half and a
-    quarter of all."""
-    if experts is not None:
-        return [resolve_count(layers, experts, None)]
-    counts = []
-    for ratio in (0.25, 0.5, 0.75):
-        with suppress(CompressionError):  # the router cannot take that many
-            counts.append(resolve_count(layers, None, ratio))
-    return counts
-
-
 def read_headers(model: str, revision: str | None = None) -> tuple[ModelSource, Checkpoint]:
     """Return the checkpoint of a local folder or a Hub id; of the latter, only headers are
     fetched."""
@@ -133,11 +121,11 @@ def stock_fault(model: OpenModel) -> str | None:
     """Return a sentence on how stock transformers mistreats a quantised model; None if it does not,
     as far as known."""
     quantization = model.checkpoint.quantization
-    packed = next(
-        (name for name, role in model.layout.roles.items() if role.family.endswith("weight_scale")),
-        None,
-    )
-    fault = None if packed is None else loader_fault(quantization, packed.rpartition(".")[0])
+    fault = None
+    for name, role in model.layout.roles.items():
+        if role.family.endswith("weight_scale"):
+            fault = loader_fault(quantization, name.rpartition(".")[0])
+            break
     if fault is None and quantization.get("quant_method") == "compressed-tensors":
         fault = stock_report(model)
     return fault or block_fault(model.checkpoint)
@@ -157,7 +145,13 @@ def inspect(model: str, revision: str | None = None, experts: int | None = None)
     first = architecture.layers[0]
     tensors = checkpoint.tensors
     constants = None
-    counts = candidates(architecture.layers, experts)
+    counts = []
+    if experts is not None:
+        counts.append(resolve_count(architecture.layers, experts, None))
+    else:
+        for ratio in (0.25, 0.5, 0.75):
+            with suppress(CompressionError):  # the router cannot take that many
+                counts.append(resolve_count(architecture.layers, None, ratio))
     parts: dict[str, list[TensorInfo]] = {part: [] for part in PARTS}
     if isinstance(checkpoint, SubstitutedCheckpoint):
         tensors = checkpoint.stored
@@ -174,10 +168,8 @@ def inspect(model: str, revision: str | None = None, experts: int | None = None)
     router = type(opened.partial.model.get_submodule(first.router)).__name__
     routing = f"top-{first.top_k} of {first.experts} ({router})"
     if first.routing_groups > 1:
-        routing += (
-            f", {first.routing_groups} routing groups of which a token may use "
-            f"{first.chosen_groups}"
-        )
+        chosen = f"of which a token may use {first.chosen_groups}"
+        routing += f", {first.routing_groups} routing groups {chosen}"
     total = Size.of(tensors.values())
     served = served_model(opened)
     largest = opened.largest_layer
