@@ -107,6 +107,18 @@ def _parts(model: OpenModel) -> dict[str, str]:
     return parts
 
 
+def candidates(layers: Sequence[MoeLayer], experts: int | None) -> list[int]:
+    """Return the numbers of experts to show: the requested one, or three quarters, a half and a
+    quarter of all."""
+    if experts is not None:
+        return [resolve_count(layers, experts, None)]
+    counts = []
+    for ratio in (0.25, 0.5, 0.75):
+        with suppress(CompressionError):  # the router cannot take that many
+            counts.append(resolve_count(layers, None, ratio))
+    return counts
+
+
 def read_headers(model: str, revision: str | None = None) -> tuple[ModelSource, Checkpoint]:
     """Return the checkpoint of a local folder or a Hub id; of the latter, only headers are
     fetched."""
@@ -145,13 +157,7 @@ def inspect(model: str, revision: str | None = None, experts: int | None = None)
     first = architecture.layers[0]
     tensors = checkpoint.tensors
     constants = None
-    counts = []
-    if experts is not None:
-        counts.append(resolve_count(architecture.layers, experts, None))
-    else:
-        for ratio in (0.25, 0.5, 0.75):
-            with suppress(CompressionError):  # the router cannot take that many
-                counts.append(resolve_count(architecture.layers, None, ratio))
+    counts = candidates(architecture.layers, experts)
     parts: dict[str, list[TensorInfo]] = {part: [] for part in PARTS}
     if isinstance(checkpoint, SubstitutedCheckpoint):
         tensors = checkpoint.stored

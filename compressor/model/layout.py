@@ -17,7 +17,7 @@ from compressor.checkpoint.reader import Checkpoint
 from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, build_meta
 from compressor.model.loading import map_keys
-from compressor.model.moe_layer import MoeLayer, decoder_layer_of
+from compressor.model.moe_layer import ExpertTensor, MoeLayer, decoder_layer_of
 
 # target in the model, conversion pattern, suffix of a quantised weight's companion
 Key = tuple[str, str | None, str]
@@ -118,8 +118,8 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
         module = name.rpartition(".")[0] if quantized else name
         modules.setdefault(key[:2], set()).add(module)
         families.setdefault(key, {})[module] = name
-    owners = {}
-    tables = {}
+    owners = dict[str, tuple[MoeLayer, ExpertTensor]]()
+    tables = dict[str, str]()
     for layer in architecture.layers:
         owners |= {tensor.key: (layer, tensor) for tensor in layer.tensors}
         tables |= dict.fromkeys(layer.tables, layer.name)

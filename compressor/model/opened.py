@@ -130,7 +130,7 @@ class OpenModel:
     @property
     def largest_layer(self) -> int:
         """Bytes of the largest decoder layer in the dtype for computing."""
-        sizes = []
+        sizes = list[int]()
         for decoder_layer in self.architecture.decoder_layers:
             keys = self.partial.keys_under(decoder_layer)
             sizes.append(sum(self.partial.empty[key].nbytes for key in keys))
