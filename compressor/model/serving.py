@@ -23,6 +23,11 @@ Evidence = Literal["read", "run", "reported"]  # in the source, seen in a run, o
 
 LLAMA_CPP = "llama.cpp"
 TRANSFORMERS = "transformers"
+# server, version, and the day on which its source was read
+VLLM = ("vLLM", "0.32.0", "2026-11-22")
+SGLANG = ("SGLang", "0.5.23", "2026-11-22")
+FLASHINFER = ("FlashInfer", "0.6.18 (fb28d7242)", "2026-11-22")
+LLAMA = (LLAMA_CPP, "0c1e57098", "2026-11-22")
 SIZES = (2, 4, 8)  # common sizes of expert or tensor parallelism
 TO_512 = frozenset(2**power for power in range(10))
 VLLM_KERNELS = TO_512 | {192, 320, 384, 448, 576}
@@ -138,9 +143,7 @@ RULES = (
         "run",
     ),
     Rule(
-        "vLLM",
-        "0.32.0",
-        "2026-11-22",
+        *VLLM,
         "vllm/model_executor/layers/fused_moe/router/grouped_topk_router.py",
         "wrong",
         "experts",
@@ -180,9 +183,7 @@ RULES = (
         "has no router kernel for {experts} experts of DeepSeek-V4 and ends with an error",
     ),
     Rule(
-        "vLLM",
-        "0.32.0",
-        "2026-11-22",
+        *VLLM,
         "vllm/model_executor/models/gpt_oss.py",
         "wrong",
         "experts",
@@ -194,9 +195,7 @@ RULES = (
         "leaves the last of {experts} experts out with expert parallelism over {uneven} GPUs{even}",
     ),
     Rule(
-        "vLLM",
-        "0.32.0",
-        "2026-11-22",
+        *VLLM,
         "vllm/model_executor/models/qwen3_moe.py and others",
         "fails",
         "experts",
@@ -205,9 +204,7 @@ RULES = (
         "takes no tensor parallelism over more GPUs than the {experts} experts",
     ),
     Rule(
-        "vLLM",
-        "0.32.0",
-        "2026-11-22",
+        *VLLM,
         "vllm/model_executor/layers/fused_moe/oracle/unquantized.py",
         "slower",
         "width",
@@ -218,9 +215,7 @@ RULES = (
         "pads experts of {width} neurons to a multiple of 128",
     ),
     Rule(
-        "vLLM",
-        "0.32.0",
-        "2026-11-22",
+        *VLLM,
         "vllm/model_executor/layers/quantization/utils/fp8_utils.py",
         "fails",
         "width",
@@ -240,9 +235,7 @@ RULES = (
         CUT_BLOCKS,
     ),
     Rule(
-        "vLLM",
-        "0.32.0",
-        "2026-11-22",
+        *VLLM,
         "vllm/model_executor/layers/quantization/utils/marlin_utils.py",
         "slower",
         "width",
@@ -251,9 +244,7 @@ RULES = (
         "pads experts of {width} neurons to a multiple of 64 once they are quantised for Marlin",
     ),
     Rule(
-        "vLLM",
-        "0.32.0",
-        "2026-11-22",
+        *VLLM,
         "vllm/model_executor/layers/fused_moe/router/grouped_topk_router.py",
         "slower",
         "top-k",
@@ -264,9 +255,7 @@ RULES = (
         "routes a grouped top-{top_k} by slower code",
     ),
     Rule(
-        "vLLM",
-        "0.32.0",
-        "2026-11-22",
+        *VLLM,
         "vllm/model_executor/models/olmoe.py and others",
         "wrong",
         "head",
@@ -279,9 +268,7 @@ RULES = (
         "run",
     ),
     Rule(
-        "SGLang",
-        "0.5.23",
-        "2026-11-22",
+        *SGLANG,
         "python/sglang/srt/layers/moe/fused_moe_triton/layer.py",
         "fails",
         "experts",
@@ -302,9 +289,7 @@ RULES = (
         "reported",
     ),
     Rule(
-        "SGLang",
-        "0.5.23",
-        "2026-11-22",
+        *SGLANG,
         "python/sglang/srt/models/qwen3_moe.py and others",
         "fails",
         "experts",
@@ -313,9 +298,7 @@ RULES = (
         "takes no tensor parallelism over more GPUs than the {experts} experts",
     ),
     Rule(
-        "SGLang",
-        "0.5.23",
-        "2026-11-22",
+        *SGLANG,
         "python/sglang/srt/layers/moe/topk.py",
         "slower",
         "experts",
@@ -331,9 +314,7 @@ RULES = (
         "does not use FlashInfer's router kernel for {experts} experts, but its own",
     ),
     Rule(
-        "SGLang",
-        "0.5.23",
-        "2026-11-22",
+        *SGLANG,
         "python/sglang/srt/layers/moe/topk.py",
         "slower",
         "top-k",
@@ -342,9 +323,7 @@ RULES = (
         "does not use FlashInfer's router kernel for a top-{top_k}, but its own",
     ),
     Rule(
-        "SGLang",
-        "0.5.23",
-        "2026-11-22",
+        *SGLANG,
         "python/sglang/srt/layers/quantization/unquant.py",
         "slower",
         "width",
@@ -353,9 +332,7 @@ RULES = (
         "does not use aiter's kernels for experts of {width} neurons on AMD",
     ),
     Rule(
-        "FlashInfer",
-        "0.6.18 (fb28d7242)",
-        "2026-11-22",
+        *FLASHINFER,
         "csrc/trtllm_fused_moe_kernel_launcher.cu; vLLM's fused_moe/experts/trtllm_fp8_moe.py",
         "fails",
         "experts",
@@ -367,9 +344,7 @@ RULES = (
         "takes no {experts} experts in its FP8 kernel",
     ),
     Rule(
-        "FlashInfer",
-        "0.6.18 (fb28d7242)",
-        "2026-11-22",
+        *FLASHINFER,
         "csrc/trtllm_fused_moe_kernel_launcher.cu",
         "fails",
         "top-k",
@@ -397,9 +372,7 @@ RULES = (
         "routes among {experts} experts by a slower kernel",
     ),
     Rule(
-        LLAMA_CPP,
-        "0c1e57098",
-        "2026-11-22",
+        *LLAMA,
         "src/llama-hparams.h (LLAMA_MAX_EXPERTS), src/llama-model.cpp",
         "fails",
         "experts",
@@ -410,9 +383,7 @@ RULES = (
         "loads no more than 1,024 experts a layer",
     ),
     Rule(
-        LLAMA_CPP,
-        "0c1e57098",
-        "2026-11-22",
+        *LLAMA,
         "src/llama-model.cpp",
         "fails",
         "experts",
@@ -421,9 +392,7 @@ RULES = (
         "refuses {experts} experts in this many routing groups",
     ),
     Rule(
-        LLAMA_CPP,
-        "0c1e57098",
-        "2026-11-22",
+        *LLAMA,
         "ggml/src/ggml-cuda/topk-moe.cu",
         "slower",
         "experts",
@@ -435,9 +404,7 @@ RULES = (
         "routes among {experts} experts by slower kernels on CUDA",
     ),
     Rule(
-        LLAMA_CPP,
-        "0c1e57098",
-        "2026-11-22",
+        *LLAMA,
         "src/llama-quant.cpp (tensor_type_fallback)",
         "larger",
         "width",
@@ -446,9 +413,7 @@ RULES = (
         "quantises down projections of {width} columns to its 32-blocks or f16 instead of K-quants",
     ),
     Rule(
-        LLAMA_CPP,
-        "0c1e57098",
-        "2026-11-22",
+        *LLAMA,
         "src/models/olmoe.cpp and others",
         "fails",
         "head",

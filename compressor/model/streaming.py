@@ -250,8 +250,12 @@ class Pass:
                     yield decoder_layer
                     if self.phase:
                         self.progress.advance(decoder_layer)
-            finally:
-                lockstep.close()
+            finally:  # end all batches, and leave the model empty and as it was
+                for run in lockstep.runs.values():
+                    if run:
+                        run.throw(GreenletExit)
+                lockstep.changes.close()
+                lockstep.partial.release("")
 
 
 @cache
@@ -390,14 +394,6 @@ class _Lockstep:
                     raise self._another_run(output)
                 for visitor in self.visitors:
                     visitor.on_batch_end(number, output)
-
-    def close(self) -> None:
-        """End all batches, and leave the model empty and as it was."""
-        for run in self.runs.values():
-            if run:
-                run.throw(GreenletExit)
-        self.changes.close()
-        self.partial.release("")
 
     def _another_run(self, decoder_layer: str) -> CompressionError:
         return CompressionError(
