@@ -81,12 +81,30 @@ def damaged_files(folder: Path) -> tuple[list[str], list[str]] | None:
     if heading != f"{HEADING}{hashlib.sha256(body).hexdigest()}".encode():
         fault = f"{SUMS} is not what was written: its first line is not the digest of the others"
         return [fault], []
-    recorded, faults = _recorded(body.decode("utf-8", "replace"))
+    recorded = dict[str, tuple[str, str]]()  # digest and checksums by name
+    faults = []
+    text = body.decode("utf-8", "replace")
+    end = 0
+    for match in LINES.finditer(text):
+        sha256, name, checksums = match.groups(default="")
+        is_outside = name.startswith("/") or ".." in PurePosixPath(name).parts
+        if match.start() != end or name in recorded or is_outside:
+            shown = reprlib.repr(name)
+            faults.append(
+                f"{SUMS} lists {shown} twice, outside the folder, or below a line of another form"
+            )
+        else:
+            recorded[name] = sha256, checksums
+        end = match.end()
+    if end != len(text) or not recorded:
+        faults.append(f"{SUMS} should have a line for each file, and no others")
     present = files_in(folder)
     unlisted = [name for name in present if name not in recorded]
     for name in unlisted:
         inner = name.removeprefix(f"{TEMPLATES}/")
-        is_part = (WEIGHTS.fullmatch(name) or BESIDE.fullmatch(inner)) and "/" not in inner
+        is_part = WEIGHTS.fullmatch(name) or BESIDE.fullmatch(inner)
+        if "/" in name and inner == name:
+            is_part = None  # in a folder that loaders don't read
         if is_part and not name.lower().startswith(LATER) and not name.endswith(".gguf"):
             faults.append(f"{name} is not listed in {SUMS}")
     if folder.parent.name == "snapshots":
@@ -102,28 +120,6 @@ def files_in(folder: Path) -> list[str]:
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     names = (path.relative_to(folder).as_posix() for path in files)
     return [name for name in names if name != SUMS and not name.startswith(".")]
-
-
-def _recorded(body: str) -> tuple[dict[str, tuple[str, str]], list[str]]:
-    """Return digest and checksums by name, and a sentence for each line that lists no file of the
-    folder, or none."""
-    recorded = dict[str, tuple[str, str]]()
-    faults = []
-    end = 0
-    for match in LINES.finditer(body):
-        sha256, name, checksums = match.groups(default="")
-        parts = PurePosixPath(name).parts
-        if match.start() != end or name in recorded or name.startswith("/") or ".." in parts:
-            shown = reprlib.repr(name)
-            faults.append(
-                f"{SUMS} lists {shown} twice, outside the folder, or below a line of another form"
-            )
-        else:
-            recorded[name] = sha256, checksums
-        end = match.end()
-    if end != len(body) or not recorded:
-        faults.append(f"{SUMS} should have a line for each file, and no others")
-    return recorded, faults
 
 
 def _fault(folder: Path, name: str, sha256: str, checksums: str) -> str:

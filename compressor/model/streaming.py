@@ -281,17 +281,15 @@ class _Lockstep:
         self.position = PassPosition(self.model, layers_by_decoder_layer(architecture.layers))
         for visitor in visitors:
             visitor.at = self.position
-        self.batches = run.batches
         self.finishing = range(len(run.batches)) if run.to_end else run.finishing
         everything = self.decoder_layers if self.finishing else self.position.by_layer
         self.waiting = set(everything if run.wanted is None else run.wanted)
         self.offload = ActivationOffload(run.activation_budget)
-        self.share = ranks().share(run.batches) if run.shared else run.share
         self.before_layers = True
         self.changes = ExitStack()  # to the modules, undone when it is closed
         # the tower by block: pictures and sound pass towers before the decoder layers
         self.blocks = dict[str, str]()
-        if any(isinstance(batch, Inputs) for batch in self.batches):
+        if any(isinstance(batch, Inputs) for batch in run.batches):
             self.blocks = tower_blocks(self.model, self.decoder_layers)
         paused = (*self.decoder_layers, *self.blocks)
         for name in paused:
@@ -319,7 +317,8 @@ class _Lockstep:
                     lambda *_, keys=keys: self.partial.load(keys)
                 )
                 self.changes.enter_context(hook)
-        numbers = range(len(self.batches)) if self.share is None else sorted(self.share)
+        share = ranks().share(run.batches) if run.shared else run.share
+        numbers = range(len(run.batches)) if share is None else sorted(share)
         self.runs = {number: greenlet(self._run) for number in numbers}
 
     def layers(self) -> Iterator[str]:
@@ -347,7 +346,7 @@ class _Lockstep:
         for tower in set(self.blocks.values()):
             self.partial.release(tower)
         following = dict(pairwise(self.decoder_layers))
-        passed = set()
+        passed = set[str]()
         # ranks keep in step
         idle = iter(() if ranks().is_alone or standing else self.decoder_layers)
 
@@ -370,9 +369,8 @@ class _Lockstep:
             passed.add(decoder_layer)
             self.partial.load(self.partial.keys_under(decoder_layer))
             self.position.layer = decoder_layer
-            successor = following.get(decoder_layer)
-            if successor is not None and self.waiting - {decoder_layer}:
-                self.partial.read_ahead(self.partial.keys_under(successor))
+            if decoder_layer in following and self.waiting - {decoder_layer}:
+                self.partial.read_ahead(self.partial.keys_under(following[decoder_layer]))
             for visitor in self.visitors:
                 visitor.on_layer_loaded(decoder_layer)
             for visitor in self.visitors:
@@ -412,7 +410,7 @@ class _Lockstep:
             return self.runs[number].switch(*values)
 
     def _run(self, number: int) -> Any:
-        inputs = forward_inputs(self.batches[number], self.partial.device, self.partial.dtype)
+        inputs = forward_inputs(self.run.batches[number], self.partial.device, self.partial.dtype)
         return self.model(**inputs, use_cache=False)
 
     def _pass(self, name: str, layer_forward: Forward, *args: Any, **kwargs: Any) -> Any:
