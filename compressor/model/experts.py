@@ -66,6 +66,21 @@ class Choices:
         ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
         return cls(places // index.shape[1], places, chosen, weights.flatten()[places], ends)
 
+    def between(self, group: slice, begin: int, end: int, weights: Tensor) -> "Choices":
+        """Return those of a group of experts, which are from `begin` to `end`, with experts counted
+        from the first.
+
+        Gate weights are taken out of `weights` [n, K] anew, so that gradients of each group pass
+        back on their own."""
+        mine = slice(begin, end)
+        return Choices(
+            self.tokens[mine],
+            self.places[mine],
+            self.experts[mine] - group.start,
+            weights.flatten()[self.places[mine]],
+            self.ends[group] - begin,
+        )
+
 
 def _project(
     experts: Any, parameters: Parameters, name: str, value: Tensor, choices: Choices | None

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from compressor.checkpoint.quantized import wanted_dtype
+from compressor.checkpoint.reader import refuse_nan
 from compressor.checkpoint.source import ModelSource, find_model
 from compressor.distributed import refuse_several
 from compressor.files import file_digest, wrap_full_disk
@@ -50,6 +52,15 @@ def opened(
             os.utime(path, ns=(0, int(file_digest(path)[:15], 16)))
         computing = str(model.model.device) if device == "auto" else device
         view = open_model(ModelSource(str(folder), None, folder), dtype, computing, resident)
-        if resident != "no":
-            view.partial.adopt(model.model.state_dict())
+        if resident != "no":  # keep its tensors that are on the device and in the right dtype
+            partial = view.partial
+            partial.resident = True
+            for key, value in model.model.state_dict().items():
+                if key not in partial.empty or key in partial.tied:
+                    continue
+                computed_in = wanted_dtype(partial.model, key)
+                wanted = (partial.empty[key].shape, partial.device, computed_in)
+                if (value.shape, value.device, value.dtype) == wanted:
+                    refuse_nan(key, "the model in memory", value)
+                    partial.kept[key] = value.detach()
         yield view

@@ -31,7 +31,6 @@ from compressor.checkpoint.quantized import (
     refuse_faults,
     refuse_unread_scales,
     refuse_unscaled,
-    wanted_dtype,
 )
 from compressor.checkpoint.reader import DTYPE_BITS, Checkpoint, TensorInfo, refuse_nan
 from compressor.devices import free_memory
@@ -334,7 +333,18 @@ class PartialModel:
             self.plain_keys = map_keys(checkpoint.tensors, self.model, self.plain_conversions)
         floating = {key for key, value in self.empty.items() if value.is_floating_point()}
         refuse_unscaled(checkpoint.tensors, self.plain_keys.targets, self.keys.targets, floating)
-        self._unit_scales = self._scales_lacking()
+        # names of scales of one for experts' weights that have none, beside experts that do: the
+        # loader takes the scales of a layer in their order, so each weight needs one
+        self._unit_scales = dict[str, str]()
+        stored = set()
+        for name, target in self.keys.targets.items():
+            stored.add((target, self.keys.patterns[name], name.rpartition(".")[0]))
+        scaled = {(target, pattern) for target, pattern, _ in stored}
+        for target, pattern, module in sorted(stored, key=str):
+            for suffix in ("_scale", "_scale_inv"):
+                scale = f"{pattern}{suffix}"
+                if (target, scale) in scaled and (target, scale, module) not in stored:
+                    self._unit_scales[f"{module}.weight"] = f"{module}.weight{suffix}"
         self._loaded = set[str]()
         # of loaded tensors, so that whoever writes them need not read them again
         self._views = dict[str, Tensor]()
@@ -394,24 +404,6 @@ class PartialModel:
                 "checkpoint as transformers writes it"
             )
 
-    def _scales_lacking(self) -> dict[str, str]:
-        """Return names of scales of one for experts' weights that have none, beside experts that
-        do.
-
-        The loader takes the scales of a layer in their order, so each weight needs one.
-        """
-        stored = set()
-        for name, target in self.keys.targets.items():
-            stored.add((target, self.keys.patterns[name], name.rpartition(".")[0]))
-        scaled = {(target, pattern) for target, pattern, _ in stored}
-        lacking = {}
-        for target, pattern, module in sorted(stored, key=str):
-            for suffix in ("_scale", "_scale_inv"):
-                scale = f"{pattern}{suffix}"
-                if (target, scale) in scaled and (target, scale, module) not in stored:
-                    lacking[f"{module}.weight"] = f"{module}.weight{suffix}"
-        return lacking
-
     @property
     def missing(self) -> list[str]:
         """State-dict entries that no stored tensor fills."""
@@ -464,18 +456,6 @@ class PartialModel:
         if not self.resident:
             return 0
         return self.nbytes - sum(value.nbytes for value in self.kept.values())
-
-    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """Become resident, keeping those tensors of a model in memory that are on the device and in
-        the right dtype."""
-        for key, value in tensors.items():
-            if key not in self.empty or key in self.tied:
-                continue
-            wanted = (self.empty[key].shape, self.device, wanted_dtype(self.model, key))
-            if (value.shape, value.device, value.dtype) == wanted:
-                refuse_nan(key, "the model in memory", value)
-                self.kept[key] = value.detach()
-        self.resident = True
 
     def stream(self) -> None:
         """Stop being resident, to free memory."""
