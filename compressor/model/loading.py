@@ -490,25 +490,25 @@ class PartialModel:
         for key in {self.tied.get(key, key) for key in wanted} & self.kept.keys():
             set_tensor(self.model, key, self.kept[key])
         names = self._names_of(wanted)
-        if not names:
-            self._settle(wanted)
-            return
-        tensors = self.ahead.take(names)
-        self._views |= self.checkpoint.read_all(names)
-        targets = self.keys.targets
-        plan = self.model._get_dtype_plan(self.dtype)
-        more = {"dtype": self.dtype, "dtype_plan": plan, "hf_quantizer": self.quantizer}
-        # first the largest alone: while it is converted, no other tensor needs to be in memory
-        sizes = {targets[name]: self.empty[targets[name]].numel() for name in names}
-        largest = max(sizes, key=sizes.__getitem__)
-        for alone in (True, False):
-            chosen = [name for name in names if (targets[name] == largest) is alone]
-            stored = {name: tensors.pop(name) for name in chosen}
-            for name in sorted(stored.keys() & self._unit_scales.keys()):
-                stored[self._unit_scales[name]] = torch.ones(1, 1, device=stored[name].device)
-            refuse_faults(load_converted(self.model, stored, self.device, self.conversions, **more))
-            stored.clear()
-            give_back()
+        if names:
+            tensors = self.ahead.take(names)
+            self._views |= self.checkpoint.read_all(names)
+            targets = self.keys.targets
+            plan = self.model._get_dtype_plan(self.dtype)
+            more = {"dtype": self.dtype, "dtype_plan": plan, "hf_quantizer": self.quantizer}
+            # first the largest alone: while it is converted, no other tensor needs to be in memory
+            sizes = {targets[name]: self.empty[targets[name]].numel() for name in names}
+            largest = max(sizes, key=sizes.__getitem__)
+            for alone in (True, False):
+                chosen = [name for name in names if (targets[name] == largest) is alone]
+                stored = {name: tensors.pop(name) for name in chosen}
+                for name in sorted(stored.keys() & self._unit_scales.keys()):
+                    stored[self._unit_scales[name]] = torch.ones(1, 1, device=stored[name].device)
+                refuse_faults(
+                    load_converted(self.model, stored, self.device, self.conversions, **more)
+                )
+                stored.clear()
+                give_back()
         self._settle(wanted)
 
     def _settle(self, wanted: list[str]) -> None:

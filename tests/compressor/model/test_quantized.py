@@ -13,7 +13,6 @@ from transformers import (
     AutoModelForCausalLM,
     CompressedTensorsConfig,
     FineGrainedFP8Config,
-    PreTrainedConfig,
 )
 from transformers.utils.quantization_config import Mxfp4Config
 
@@ -87,10 +86,6 @@ def stock(folder: Path, config_class: type) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16)
 
 
-def configured(**quantization: Any) -> PreTrainedConfig:
-    return AutoConfig.for_model("qwen3_moe", quantization_config=quantization)
-
-
 def load_layer(folder: Path, layer: int, dtype: torch.dtype) -> Any:
     partial = open_model(locate(str(folder)), str(dtype).removeprefix("torch."), "cpu").partial
     partial.load(partial.keys_under(f"model.layers.{layer}"))
@@ -134,18 +129,14 @@ def test_a_whole_model_has_the_hand_dequantised_weights(tmp_path: Path, case: st
 AWQ = "W4A8_AWQ is not known; known are NVFP4, W4A16_NVFP4, FP8"
 
 
-@pytest.mark.parametrize(
-    ("method", "options", "message"),
-    [
-        ("gptq", {"bits": 4}, "can't dequantise 'gptq'"),
-        ("modelopt", {"quant_algo": "W4A8_AWQ"}, AWQ),
-        ("modelopt", {"quantization": {"quant_algo": "W4A8_AWQ"}}, AWQ),
-        ("compressed-tensors", {"transform_config": {"config_groups": {"R3": {}}}}, "transform_config"),
-    ],
-)
+@pytest.mark.parametrize(("method", "options", "message"), [
+    ("gptq", {"bits": 4}, "can't dequantise 'gptq'"),
+    ("modelopt", {"quant_algo": "W4A8_AWQ"}, AWQ), ("modelopt", {"quantization": {"quant_algo": "W4A8_AWQ"}}, AWQ),
+    ("compressed-tensors", {"transform_config": {"config_groups": {"R3": {}}}}, "transform_config"),
+])  # fmt: skip
 def test_what_cannot_be_dequantised_is_refused(method: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(CompressionError, match=message):
-        dequantizer(configured(quant_method=method, **options))
+        dequantizer(AutoConfig.for_model("qwen3_moe", quantization_config={"quant_method": method, **options}))
 
 
 def test_a_scale_that_would_not_be_read_is_refused() -> None:
@@ -167,14 +158,11 @@ def test_experts_of_which_only_some_are_quantised_are_refused(tmp_path: Path) ->
         load_layer(tmp_path, 1, torch.float32)
 
 
-@pytest.mark.parametrize("groups", [{}, None], ids=["empty", "absent"])
-def test_compressed_tensors_without_groups_is_plain_or_refused_and_keeps_no_counts(
-    groups: dict[str, Any] | None, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("groups", [{"config_groups": {}}, {}], ids=["empty", "absent"])
+def test_compressed_tensors_without_groups_is_plain_or_refused(groups: dict[str, Any], tmp_path: Path) -> None:
     model = zoo.save("qwen3_moe", tmp_path / "in")
     counts = {"method": "prune", "num_experts": [8] * model.config.num_hidden_layers}
-    quantization: dict[str, Any] = {"quant_method": "compressed-tensors", "moe_sparsity_config": counts}
-    quantization |= {} if groups is None else {"config_groups": groups}
+    quantization = {"quant_method": "compressed-tensors", "moe_sparsity_config": counts, **groups}
 
     def declare(config: dict[str, Any]) -> None:
         config["quantization_config"] = quantization
@@ -248,9 +236,7 @@ def change_group(folder: Path, **weights: Any) -> None:
     *(("packed-qwen3_moe", "num_bits", bits) for bits in (2, 3, 8)), ("packed-asymmetric", "group_size", 32),
     ("nvfp4-qwen3_moe", "num_bits", 8), ("nvfp4-qwen3_moe", "group_size", 32), ("mxfp4-qwen3_moe", "group_size", 16),
 ])  # fmt: skip
-def test_a_config_that_its_packed_tensors_do_not_fit_is_refused(
-    tmp_path: Path, case: str, name: str, value: int
-) -> None:
+def test_a_config_that_packed_tensors_do_not_fit_is_refused(case: str, name: str, value: int, tmp_path: Path) -> None:
     save(tmp_path, case)
     open_model(locate(str(tmp_path)))
     change_group(tmp_path, **{name: value})
@@ -276,13 +262,11 @@ def test_scaled_weights_of_no_known_storage_are_refused(change: Callable[[Any], 
         load_layer(tmp_path, 1, torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("case", "part"), [("nvfp4-qwen3_moe", "weight_global_scale"), ("packed-qwen3_moe", "weight_shape")]
-)
-def test_a_part_that_all_matrices_lack_is_named(case: str, part: str, tmp_path: Path) -> None:
-    save(tmp_path, case)
-    small.edit_tensors(tmp_path, lambda tensors: [tensors.pop(name) for name in [*tensors] if name.endswith(part)])
-    with pytest.raises(CompressionError, match=f"its {part} is missing"):
+@pytest.mark.parametrize("lack", [("nvfp4-qwen3_moe", "weight_global_scale"), ("packed-qwen3_moe", "weight_shape")])
+def test_a_part_that_all_matrices_lack_is_named(lack: tuple[str, str], tmp_path: Path) -> None:
+    save(tmp_path, lack[0])
+    small.edit_tensors(tmp_path, lambda tensors: [tensors.pop(name) for name in [*tensors] if name.endswith(lack[1])])
+    with pytest.raises(CompressionError, match=f"its {lack[1]} is missing"):
         load_layer(tmp_path, 1, torch.float32)
 
 

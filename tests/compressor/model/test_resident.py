@@ -72,13 +72,10 @@ def test_a_model_stays_where_it_fits(tmp_path: Path) -> None:
         open_model(source, resident="maybe")
 
 
-@pytest.mark.parametrize(
-    ("resident", "message"),
-    [("auto", r"keeping [\d.]+ kB on cpu"), ("no", r"one layer at a time on cpu: [\d.]+ kB, .* free")],
-)
-def test_the_run_says_once_where_the_model_is_when_work_begins(
-    resident: str, message: str, tmp_path: Path, run: Run
-) -> None:
+@pytest.mark.parametrize(("resident", "message"), [
+    ("auto", r"keeping [\d.]+ kB on cpu"), ("no", r"one layer at a time on cpu: [\d.]+ kB, .* free"),
+])  # fmt: skip
+def test_the_run_says_once_where_the_model_is(resident: str, message: str, tmp_path: Path, run: Run) -> None:
     model, text = small.save(tmp_path / "model"), small.text_file(tmp_path)
     ask = ("plan", model, "-o", tmp_path / "plan.json", "--experts", 4, "--strategy", "reap", "--calibration", text)
     ask = (*ask, "--samples", 8, "--sequence-length", 32, "--device", "cpu", "--resident", resident)

@@ -236,9 +236,7 @@ def test_batches_of_an_evaluation_come_last_and_go_to_the_end(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", sorted(zoo.LOOPED))
-def test_layers_that_run_twice_give_the_stock_logits_and_are_refused_to_what_sees_each_once(
-    name: str, tmp_path: Path
-) -> None:
+def test_layers_that_run_twice_give_the_stock_logits_or_are_refused(name: str, tmp_path: Path) -> None:
     stock, model = opened(name, tmp_path)
     parts = batches(stock, (1, 2))
     found = logits(Pass(model, parts, to_end=True))
