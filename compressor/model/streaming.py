@@ -340,8 +340,12 @@ class _Lockstep:
         names = {module: name for name, module in self.model.named_modules()}
         embedding = names[self.model.get_input_embeddings()]
         known = {embedding, names.get(head_of(self.model), embedding)}
-        sharing = ({key.rpartition(".")[0] for key in pair} for pair in self.partial.tied.items())
-        if not any(embedding in owners and not owners <= known for owners in sharing):
+        shared = set[str]()  # modules of weights that are tied to it
+        for pair in self.partial.tied.items():
+            owners = {key.rpartition(".")[0] for key in pair}
+            if embedding in owners:
+                shared |= owners
+        if shared <= known:
             self.partial.release(embedding)
         for tower in set(self.blocks.values()):
             self.partial.release(tower)
