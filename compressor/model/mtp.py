@@ -271,15 +271,14 @@ def stored_prefix(model: OpenModel, decoder_layer: str) -> str:
     """Return the prefix of the names of a decoder layer's stored tensors, up to and with its
     number."""
     number = f".{layer_number(decoder_layer)}."
-    starts = set()
+    starts = set[str]()
     for name, role in model.layout.roles.items():
         if role.decoder_layer == decoder_layer:
             before, found, _ = name.partition(number)
             starts.add(before + found)
-    start = starts.pop()
-    if starts or not start.endswith(number):
+    if len(starts) != 1 or not min(starts).endswith(number):
         raise CompressionError(f"the stored tensors of {decoder_layer} have no prefix in common")
-    return start
+    return starts.pop()
 
 
 def _built(model: OpenModel, names: HeadNames, like: str, experts: int, quantized: bool) -> Head:
@@ -491,8 +490,9 @@ def _projection(head: Head) -> Callable[[Tensor, Tensor], Tensor]:
     for part in ("projection", "embedding_norm", "hidden_norm"):
         stored = head.checkpoint.read_checked(head.names.parts[part])
         weights[part] = stored.to(partial.device, partial.dtype)
-        norms[part] = copy.deepcopy(partial.model.get_submodule(head.norm))
-        norms[part].weight = nn.Parameter(weights[part], requires_grad=False)
+        if part != "projection":
+            norms[part] = copy.deepcopy(partial.model.get_submodule(head.norm))
+            norms[part].weight = nn.Parameter(weights[part], requires_grad=False)
 
     def project(tokens: Tensor, hidden: Tensor) -> Tensor:
         looked_up = embedding(tokens.to(table.device), table).to(hidden.device, hidden.dtype)
