@@ -79,13 +79,34 @@ def damaged_files(folder: Path) -> tuple[list[str], list[str]] | None:
         return None
     heading, _, body = read_data(folder / SUMS, MOST_BYTES).partition(b"\n")
     if heading != f"{HEADING}{hashlib.sha256(body).hexdigest()}".encode():
-        return [
-            f"{SUMS} is not what was written: its first line is not the digest of the others"
-        ], []
-    recorded, faults = _recorded(body.decode("utf-8", "replace"))
+        fault = f"{SUMS} is not what was written: its first line is not the digest of the others"
+        return [fault], []
+    recorded = dict[str, tuple[str, str]]()  # digest and checksums by name
+    faults = []
+    text = body.decode("utf-8", "replace")
+    end = 0
+    for match in LINES.finditer(text):
+        sha256, name, checksums = match.groups(default="")
+        is_outside = name.startswith("/") or ".." in PurePosixPath(name).parts
+        if match.start() != end or name in recorded or is_outside:
+            shown = reprlib.repr(name)
+            faults.append(
+                f"{SUMS} lists {shown} twice, outside the folder, or below a line of another form"
+            )
+        else:
+            recorded[name] = sha256, checksums
+        end = match.end()
+    if end != len(text) or not recorded:
+        faults.append(f"{SUMS} should have a line for each file, and no others")
     present = files_in(folder)
     unlisted = [name for name in present if name not in recorded]
-    faults += [f"{name} is not listed in {SUMS}" for name in unlisted if _is_loaded(name)]
+    for name in unlisted:
+        inner = name.removeprefix(f"{TEMPLATES}/")
+        is_part = WEIGHTS.fullmatch(name) or BESIDE.fullmatch(inner)
+        if "/" in name and inner == name:
+            is_part = None  # in a folder that loaders don't read
+        if is_part and not name.lower().startswith(LATER) and not name.endswith(".gguf"):
+            faults.append(f"{name} is not listed in {SUMS}")
     if folder.parent.name == "snapshots":
         recorded = {name: entry for name, entry in recorded.items() if name in present}
     with ThreadPoolExecutor() as pool:
@@ -96,43 +117,9 @@ def damaged_files(folder: Path) -> tuple[list[str], list[str]] | None:
 def files_in(folder: Path) -> list[str]:
     """Return the relative names of a folder's files but the list's own; hidden ones are the Hub
     client's."""
-    names = [
-        path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()
-    ]
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    names = (path.relative_to(folder).as_posix() for path in files)
     return [name for name in names if name != SUMS and not name.startswith(".")]
-
-
-def _is_loaded(name: str) -> bool:
-    is_part = WEIGHTS.fullmatch(name) or BESIDE.fullmatch(name.removeprefix(f"{TEMPLATES}/"))
-    is_inside = "/" in name and not name.startswith(f"{TEMPLATES}/")
-    return (
-        bool(is_part)
-        and not is_inside
-        and not name.lower().startswith(LATER)
-        and not name.endswith(".gguf")
-    )
-
-
-def _recorded(body: str) -> tuple[dict[str, tuple[str, str]], list[str]]:
-    """Return digest and checksums by name, and a sentence for each line that lists no file of the
-    folder, or none."""
-    recorded = dict[str, tuple[str, str]]()
-    faults = []
-    end = 0
-    for match in LINES.finditer(body):
-        sha256, name, checksums = match.groups(default="")
-        parts = PurePosixPath(name).parts
-        if match.start() != end or name in recorded or name.startswith("/") or ".." in parts:
-            shown = reprlib.repr(name)
-            faults.append(
-                f"{SUMS} lists {shown} twice, outside the folder, or below a line of another form"
-            )
-        else:
-            recorded[name] = sha256, checksums
-        end = match.end()
-    if end != len(body) or not recorded:
-        faults.append(f"{SUMS} should have a line for each file, and no others")
-    return recorded, faults
 
 
 def _fault(folder: Path, name: str, sha256: str, checksums: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightRenaming
 from transformers.integrations.compressed_tensors import CompressedTensorsDequantize
@@ -34,10 +35,9 @@ MODELOPT_ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8")
 def declared_quantization(config: Any) -> Any:
     """Return the quantisation in a config, or in that of its language model; None or empty for
     plain weights."""
-    text = config.get_text_config(decoder=True)
-    return getattr(config, "quantization_config", None) or getattr(
-        text, "quantization_config", None
-    )
+    nodes = (config, config.get_text_config(decoder=True))
+    first, second = (getattr(node, "quantization_config", None) for node in nodes)
+    return first or second
 
 
 def dequantizer(config: PreTrainedConfig) -> HfQuantizer | None:
@@ -61,9 +61,8 @@ def dequantizer(config: PreTrainedConfig) -> HfQuantizer | None:
         )
     kind: Any = AUTO_QUANTIZER_MAPPING.get(method, _ModelOptQuantizer)
     try:
-        quantizer: HfQuantizer = _CORRECTED.get(kind, kind)(
-            settings.from_dict(fields | {"dequantize": True})
-        )
+        declared = settings.from_dict(fields | {"dequantize": True})
+        quantizer: HfQuantizer = _CORRECTED.get(kind, kind)(declared)
     except Exception as error:  # these packages raise anything
         raise CompressionError(
             f"config.json: this {method} checkpoint can't be read: {reason_of(error)}"
@@ -94,8 +93,8 @@ def refuse_unscaled(
         if (is_narrow or is_packed) and (target, module) not in scaled:
             raise CompressionError(
                 f"tensor {name!r} in {info.file} is {info.dtype}, and none of its scales is read; "
-                "restore its scale "
-                "and the quantization_config from the source, or store the weight in bfloat16"
+                "restore its scale and the quantization_config from the source, or store the "
+                "weight in bfloat16"
             )
 
 
@@ -120,10 +119,8 @@ def refuse_faults(report: LoadStateDictInfo) -> None:
     """Refuse a layer with a tensor that could not be dequantised or that has another shape than the
     model's."""
     for name, message in sorted(report.conversion_errors.items()):
-        lines = [
-            line for line in message.splitlines() if line.strip() and not line.startswith("Error:")
-        ]
-        raise CompressionError(f"Tensor {name} can't be converted: {lines[-1].strip()}")
+        lines = [line.strip() for line in message.splitlines() if not line.startswith("Error:")]
+        raise CompressionError(f"Tensor {name} can't be converted: {[*filter(None, lines)][-1]}")
     for name, stored, wanted in sorted(report.mismatched_keys):
         raise CompressionError(
             f"Tensor {name} has shape {list(stored)}, the model wants {list(wanted)}."
@@ -151,13 +148,17 @@ def scheme_of(config: Any, module: str) -> Any:
     return max(config.config_groups.values(), key=fit)
 
 
-class _Fp8Dequantize(Fp8Dequantize):
-    """Upstream's operation, corrected for sides that are no multiple of the block, and for unscaled
-    tensors."""
+class _Shared:
+    """An operation that is not copied."""
 
-    def __deepcopy__(self, memo: Any) -> "_Fp8Dequantize":
+    def __deepcopy__(self, memo: Any) -> Any:
         # the loader copies converters for every tensor, and with this its whole quantiser
         return self
+
+
+class _Fp8Dequantize(_Shared, Fp8Dequantize):
+    """Upstream's operation, corrected for sides that are no multiple of the block, and for unscaled
+    tensors."""
 
     def _dequantize_one(self, quantized: Any, scales: Any, *args: Any, **kwargs: Any) -> Any:
         block = self.hf_quantizer.quantization_config.weight_block_size
@@ -177,58 +178,40 @@ class _Fp8Dequantize(Fp8Dequantize):
     def convert(self, input_dict: Any, *args: Any, **kwargs: Any) -> Any:
         dtype = wanted_dtype(kwargs["model"], kwargs["full_layer_name"])
         plain = super().convert(input_dict, *args, **kwargs)
-        for name, value in plain.items():
-            plain[name] = (
-                [tensor.to(dtype) for tensor in value]
-                if isinstance(value, list)
-                else value.to(dtype)
-            )
-        return plain
+        return tree_map(lambda tensor: tensor.to(dtype), plain)
 
 
-def _one(parts: dict[str, list[Tensor]], expert: int) -> dict[str, Tensor]:
-    """Return the stored parts of one expert's matrix."""
-    return {part: tensors[expert] for part, tensors in parts.items()}
-
-
-class _CompressedTensorsDequantize(CompressedTensorsDequantize):
+class _CompressedTensorsDequantize(_Shared, CompressedTensorsDequantize):
     """Dequantisation of any format by the package's `decompress`; upstream reads only fp8 and
     symmetric experts."""
 
-    def __deepcopy__(self, memo: Any) -> "_CompressedTensorsDequantize":
-        return self  # as above
-
     def convert(self, input_dict: Any, *args: Any, **kwargs: Any) -> Any:
         target = kwargs["full_layer_name"]
-        plain = {}
+        plain: dict[str, Any] = {}
         dtype = wanted_dtype(kwargs["model"], target)
         modules: dict[str, dict[str, list[Tensor]]] = {}  # pattern -> part -> one tensor per expert
         for pattern, tensors in input_dict.items():
             module, _, part = pattern.rpartition(".")
-            modules.setdefault(module, {})[part] = (
-                tensors if isinstance(tensors, list) else [tensors]
-            )
+            as_list = tensors if isinstance(tensors, list) else [tensors]
+            modules.setdefault(module, {})[part] = as_list
         for module, parts in modules.items():
-            name = (
-                target.replace(kwargs["target_patterns"][0], module.replace("*", "0"))
-                if module
-                else target
-            )
+            name = target
+            if module:
+                name = target.replace(kwargs["target_patterns"][0], module.replace("*", "0"))
             experts, *others = {len(tensors) for tensors in parts.values()}
             if others:
                 raise ValueError(f"{module} is quantised for some of the experts only")
             if not module:  # no experts: the converter of all other weights
-                return {target: self._weight(_one(parts, 0), name).to(dtype)}
+                return {target: self._weight(parts, 0, name).to(dtype)}
             # plain, or for two modules
             if len(parts) == 1 or "*" not in module or len(kwargs["target_patterns"]) > 1:
-                weights = (self._weight(_one(parts, expert), name) for expert in range(experts))
+                weights = (self._weight(parts, expert, name) for expert in range(experts))
                 plain[f"{module}.weight"] = [weight.to(dtype) for weight in weights]
                 continue
-            first = self._weight(_one(parts, 0), name)
+            first = self._weight(parts, 0, name)
             # stacked here rather than by the merge that follows, to hold the weights once
-            plain[f"{module}.weight"] = stacked = first.new_empty(
-                (experts, *first.shape), dtype=dtype
-            )
+            stacked = first.new_empty((experts, *first.shape), dtype=dtype)
+            plain[f"{module}.weight"] = stacked
             stacked[0] = first
             with one_thread_each() as pool:
                 list(pool.map(partial(self._fill, stacked, parts, name), range(1, experts)))
@@ -237,10 +220,11 @@ class _CompressedTensorsDequantize(CompressedTensorsDequantize):
     def _fill(
         self, stacked: Tensor, parts: dict[str, list[Tensor]], name: str, expert: int
     ) -> None:
-        stacked[expert] = self._weight(_one(parts, expert), name)
+        stacked[expert] = self._weight(parts, expert, name)
 
-    def _weight(self, parts: dict[str, Tensor], name: str) -> Any:
-        """Return one module's plain weight."""
+    def _weight(self, stored: dict[str, list[Tensor]], expert: int, name: str) -> Any:
+        """Return the plain weight of a module, or of one of its experts, from its stored parts."""
+        parts = {part: tensors[expert] for part, tensors in stored.items()}
         if "weight_scale" not in parts:
             return parts["weight"]
         from compressed_tensors.compressors import BaseCompressor
@@ -282,7 +266,8 @@ class _ModelOptDequantize(_CompressedTensorsDequantize):
     """Dequantisation of NVFP4 and FP8 of NVIDIA's modelopt, told apart by the tensors of each
     module."""
 
-    def _weight(self, parts: dict[str, Tensor], name: str) -> Any:
+    def _weight(self, stored: dict[str, list[Tensor]], expert: int, name: str) -> Any:
+        parts = {part: tensors[expert] for part, tensors in stored.items()}
         weight = parts["weight"]
         scale = parts.get("weight_scale")
         if scale is None:
@@ -303,26 +288,28 @@ class _ModelOptConfig(QuantizationConfigMixin):
         self.dequantize = dequantize
         declared = declared.get("quantization") or declared
         entries = [declared, *(declared.get("quantized_layers") or {}).values()]
-        algorithms = {str(entry.get("quant_algo") or "").upper() for entry in entries} - {
-            "",
-            "MIXED_PRECISION",
-        }
-        unknown = sorted(algorithms - {*MODELOPT_ALGORITHMS})
+        algorithms = {str(entry.get("quant_algo") or "").upper() for entry in entries}
+        unknown = sorted(algorithms - {"", "MIXED_PRECISION", *MODELOPT_ALGORITHMS})
         if unknown:
-            raise ValueError(
-                f"its quant_algo {unknown[0]} is not known; known are "
-                f"{', '.join(MODELOPT_ALGORITHMS)}"
-            )
+            known = ", ".join(MODELOPT_ALGORITHMS)
+            raise ValueError(f"its quant_algo {unknown[0]} is not known; known are {known}")
 
 
-class _ModelOptQuantizer(HfQuantizer):
-    """A quantiser for modelopt, which transformers lacks."""
+class _Dequantizing:
+    """Names the operation of a quantiser that the loader dequantises with."""
 
-    is_trainable = True
-    serialized_names: ClassVar = {"weight": ["weight", "weight_scale", "weight_scale_2"]}
+    operation: ClassVar[type]
 
     def get_load_operations(self) -> dict[str, type]:
-        return {"dequantize": _ModelOptDequantize}
+        return {"dequantize": self.operation}
+
+
+class _ModelOptQuantizer(_Dequantizing, HfQuantizer):
+    """A quantiser for modelopt, which transformers lacks."""
+
+    operation = _ModelOptDequantize
+    is_trainable = True
+    serialized_names: ClassVar = {"weight": ["weight", "weight_scale", "weight_scale_2"]}
 
     def is_serializable(self) -> bool:
         return False
@@ -342,9 +329,8 @@ class _OfPlain(ConversionOps):
         return self.operation.convert(input_dict, source_patterns=self.patterns, **kwargs)
 
 
-class _Fp8Quantizer(FineGrainedFP8HfQuantizer):
-    def get_load_operations(self) -> dict[str, type]:
-        return {"dequantize": _Fp8Dequantize}
+class _Fp8Quantizer(_Dequantizing, FineGrainedFP8HfQuantizer):
+    operation = _Fp8Dequantize
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> list[Any]:
         """Return upstream's conversions, after AutoFP8's names of scales become upstream's."""
@@ -352,27 +338,21 @@ class _Fp8Quantizer(FineGrainedFP8HfQuantizer):
         return [renaming, *super().update_weight_conversions(weight_conversions, model)]
 
 
-class _CompressedQuantizer(CompressedTensorsHfQuantizer):
+class _CompressedQuantizer(_Dequantizing, CompressedTensorsHfQuantizer):
+    operation = _CompressedTensorsDequantize
     use_fp8_kernel = False  # set by `validate_environment` upstream
-
-    def get_load_operations(self) -> dict[str, type]:
-        return {"dequantize": _CompressedTensorsDequantize}
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> list[Any]:
         """Return upstream's conversions, corrected for experts shared by modules, such as text and
         vision."""
         updated: list[Any] = super().update_weight_conversions(weight_conversions, model)
         for conversion in updated:
-            operations = getattr(conversion, "operations", [])
-            plain = [
-                pattern for pattern in conversion.source_patterns if pattern.endswith(".weight")
-            ]
+            first, *others = getattr(conversion, "operations", []) or [None]
+            patterns = conversion.source_patterns
+            plain = [pattern for pattern in patterns if pattern.endswith(".weight")]
             # others are left as they were
-            if plain and len(operations) > 1 and len(conversion.target_patterns) > 1:
-                conversion.operations = [
-                    operations[0],
-                    *(_OfPlain(operation, plain) for operation in operations[1:]),
-                ]
+            if plain and others and len(conversion.target_patterns) > 1:
+                conversion.operations = [first, *(_OfPlain(other, plain) for other in others)]
         return updated
 
 

@@ -11,7 +11,7 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import filter as matching
@@ -64,9 +64,8 @@ def refuse_link(path: Path, folder: Path) -> None:
     if not inside or any(part.startswith(".") for part in target.relative_to(root).parts):
         raise CompressionError(
             f"{path} is a link to a {'hidden file' if inside else 'file outside the folder'}, "
-            "which is neither read "
-            "nor published; put a copy in its place (cp -rL copies a folder with what its links "
-            "lead to)"
+            "which is neither read nor published; put a copy in its place (cp -rL copies a folder "
+            "with what its links lead to)"
         )
 
 
@@ -206,8 +205,7 @@ def an_adapter(place: str, beside_weights: bool = False) -> CompressionError:
         message = "has an adapter, which transformers would add to its weights"
     return CompressionError(
         f"{place} {message} ({ADAPTER}); merge it into the base model and save that first (peft's "
-        "merge_and_unload, "
-        "then save_pretrained, and the tokenizer's too)"
+        "merge_and_unload, then save_pretrained, and the tokenizer's too)"
     )
 
 
@@ -224,64 +222,30 @@ def find_head(place: str, names: Collection[str], config: Mapping[str, Any]) -> 
     if parts:
         raise CompressionError(
             f"{place} has parts of a distributed checkpoint ({min(parts)}), which transformers "
-            "prefers to other "
-            "weights; save the whole model, or remove them"
+            "prefers to other weights; save the whole model, or remove them"
         )
     if head is not None and head.endswith((".safetensors", INDEX_END)):
         return head
     chosen = config.get(WEIGHTS)
+    stray = matching(names, "*.safetensors")
+    hint = "name a whole safetensors checkpoint"
     if chosen:
         message = f"lacks the safetensors file {chosen!r} that {CONFIG} names ({WEIGHTS})"
-        raise CompressionError(f"{place} {message}; download it, or remove the field")
-    stray = matching(names, "*.safetensors")
-    if stray:
+        hint = "download it, or remove the field"
+    elif stray:
         message = f"has {min(stray)} but neither {SINGLE_NAME} nor {INDEX_NAME}"
-        raise CompressionError(f"{place} {message}; name a whole safetensors checkpoint")
-    if any(matching(names, pattern) for pattern in PICKLE_PATTERNS):
+    elif any(matching(names, pattern) for pattern in PICKLE_PATTERNS):
         message = "holds its weights only as pickle files, which can run code when opened"
-        raise CompressionError(f"{place} {message}; convert them to safetensors first")
-    raise CompressionError(
-        f"{place} has neither {SINGLE_NAME} nor {INDEX_NAME}; name a whole safetensors checkpoint"
-    )
+        hint = "convert them to safetensors first"
+    else:
+        message = f"has neither {SINGLE_NAME} nor {INDEX_NAME}"
+    raise CompressionError(f"{place} {message}; {hint}")
 
 
 def weights_head(folder: Path, config: Mapping[str, Any]) -> Path:
     """Return the file that `find_head` finds in a folder."""
-    return folder / find_head(
-        str(folder), {path.name for path in folder.iterdir() if path.is_file()}, config
-    )
-
-
-def _locate_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """Return all tensors by name; shards that are missing, hidden or outside the folder are
-    refused."""
-    path = weights_head(folder, config)
-    if not path.name.endswith(INDEX_END):
-        return read_header(path)
-    weight_map = read_weight_map(path)
-    for name, file in weight_map.items():
-        if Path(file).name != file or file.startswith("."):
-            raise CompressionError(
-                f"{path} places tensor {name!r} in {file!r}, a path outside the folder or hidden; "
-                "it is refused"
-            )
-    tensors = dict[str, TensorInfo]()
-    for file in sorted(set(weight_map.values())):
-        if not os.path.isfile(folder / file):  # also False if it is too long for a name
-            raise CompressionError(
-                f"{path} names the shard {file!r}, which is missing from {folder}; download it "
-                "again"
-            )
-        header = read_header(folder / file)
-        absent = [name for name in weight_map if weight_map[name] == file and name not in header]
-        if absent:
-            raise CompressionError(
-                f"{path} promises tensor {absent[0]!r} in {file!r}, which does not hold it; "
-                "download both again"
-            )
-        # including tensors that the index leaves out, as transformers loads whole files
-        tensors |= header
-    return tensors
+    names = {path.name for path in folder.iterdir() if path.is_file()}
+    return folder / find_head(str(folder), names, config)
 
 
 def config_field(raw_config: Mapping[str, Any], name: str) -> Any:
@@ -325,11 +289,11 @@ def counted(
     tensors: Mapping[str, TensorInfo], quantization: Mapping[str, Any]
 ) -> dict[str, TensorInfo]:
     """Return the tensors of a quantised checkpoint with the number of weights in an element."""
-    groups = [
-        group
-        for group in (quantization.get("config_groups") or {}).values()
-        if isinstance(group, dict)
-    ]
+    declared = []  # bits by a class of modules, or by a name or pattern of names
+    for group in (quantization.get("config_groups") or {}).values():
+        if isinstance(group, dict) and isinstance(group.get("weights"), dict):
+            bits = group["weights"].get("num_bits")
+            declared += [(str(target), bits) for target in group.get("targets") or ()]
     result = {}
     for name, info in tensors.items():
         weights = Fraction(1)
@@ -337,10 +301,20 @@ def counted(
         weight, part = match.groups() if match else (name, "")
         # the latter in modelopt's NVFP4
         if part in ("packed", "blocks") or f"{name}_scale_2" in tensors:
-            bits = _declared_bits(weight.removesuffix(".weight"), groups) or {"U8": 4}.get(
-                info.dtype
-            )
-            weights = Fraction(DTYPE_BITS[info.dtype], bits or DTYPE_BITS[info.dtype])
+            word = DTYPE_BITS[info.dtype]
+            module = weight.removesuffix(".weight")
+            bits_by = dict[bool, Any]()  # by whether the module is named
+            for target, bits in declared:
+                with suppress(re.error):
+                    is_named = module == target
+                    if target.startswith("re:"):
+                        is_named = re.match(target[3:], module) is not None
+                    if is_named or target.isidentifier():
+                        bits_by.setdefault(is_named, bits)
+            bits = bits_by.get(True, bits_by.get(False))
+            if not isinstance(bits, int) or bits <= 0:
+                bits = 4 if info.dtype == "U8" else word
+            weights = Fraction(word, bits)
         elif part and (
             weight.endswith(".input")
             or {weight, f"{weight}_packed", f"{weight}_blocks"} & tensors.keys()
@@ -348,22 +322,6 @@ def counted(
             weights = Fraction(0)
         result[name] = replace(info, density=weights)
     return result
-
-
-def _declared_bits(module: str, groups: Iterable[Mapping[str, Any]]) -> int | None:
-    """Return the bits of a module's weights by compressed-tensors' groups: one that names it, or
-    one for its class."""
-    bits: dict[bool, Any] = {}
-    for group in groups:
-        for target in map(str, group.get("targets") or ()):
-            with suppress(re.error):
-                is_named = module == target or (
-                    target[:3] == "re:" and re.match(target[3:], module) is not None
-                )
-                if is_named or target.isidentifier():
-                    bits.setdefault(is_named, (group.get("weights") or {}).get("num_bits"))
-    found = bits.get(True, bits.get(False))
-    return found if isinstance(found, int) and found > 0 else None
 
 
 class Checkpoint:
@@ -385,16 +343,39 @@ class Checkpoint:
         self.folder = folder
         self.raw_config = read_object(folder / CONFIG)
         self.quantization = quantization_of(folder, self.raw_config)
-        located = _locate_tensors(folder, self.raw_config) if tensors is None else tensors
-        self.tensors = counted(located, self.quantization) if self.quantization else located
+        if tensors is None:
+            path = weights_head(folder, self.raw_config)
+            weight_map = {}
+            files = {path.name}
+            if path.name.endswith(INDEX_END):
+                weight_map = read_weight_map(path)
+                files = set(weight_map.values())
+            for name, file in weight_map.items():
+                if Path(file).name != file or file.startswith("."):
+                    raise CompressionError(
+                        f"{path} places tensor {name!r} in {file!r}, a path outside the folder or "
+                        "hidden; it is refused"
+                    )
+            tensors = {}
+            for file in sorted(files):
+                if not os.path.isfile(folder / file):  # also False if it is too long for a name
+                    raise CompressionError(
+                        f"{path} names the shard {file!r}, which is missing from {folder}; "
+                        "download it again"
+                    )
+                # including tensors that the index leaves out, as transformers loads whole files
+                header = read_header(folder / file)
+                promised = (name for name in weight_map if weight_map[name] == file)
+                absent = [name for name in promised if name not in header]
+                if absent:
+                    raise CompressionError(
+                        f"{path} promises tensor {absent[0]!r} in {file!r}, which does not hold "
+                        "it; download both again"
+                    )
+                tensors |= header
+        self.tensors = counted(tensors, self.quantization) if self.quantization else tensors
         self._views = WeakValueDictionary[str, Tensor]()
         self._alike = dict[tuple[str, str], bool]()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
 
     def path(self, name: str) -> Path:
         """Return the file that holds a tensor."""
@@ -403,11 +384,11 @@ class Checkpoint:
     def stamp(self) -> list[tuple[str, int, int]]:
         """Return name, size and time of change of each weight file; an interrupted run resumes only
         if they match."""
-        files = sorted({info.file for info in self.tensors.values()})
-        stats = [(self.folder / file).stat() for file in files]
-        return [
-            (file, stat.st_size, stat.st_mtime_ns) for file, stat in zip(files, stats, strict=True)
-        ]
+        stamps = []
+        for file in sorted({info.file for info in self.tensors.values()}):
+            stat = (self.folder / file).stat()
+            stamps.append((file, stat.st_size, stat.st_mtime_ns))
+        return stamps
 
     def read(self, name: str) -> Tensor:
         """Return one tensor as a read-only view of its mapped file."""
@@ -433,17 +414,15 @@ class Checkpoint:
                 infos.append(self.tensors[name])
             else:
                 views[name] = view
-        infos.sort(key=lambda info: (info.file, info.begin))
         extents = list[list[TensorInfo]]()
-        for info in infos:
+        for info in sorted(infos, key=lambda info: (info.file, info.begin)):
             last = extents[-1][-1] if extents else None
             if last is None or info.file != last.file or info.begin > last.end + GAP_BYTES:
                 extents.append([])
             extents[-1].append(info)
         for extent in extents:
-            mapped = self._map(extent)
-            self._views.update(mapped)
-            views |= mapped
+            views |= self._map(extent)
+        self._views.update(views)
         return views
 
     def holds_alike(self, first: str, second: str) -> bool:
@@ -471,28 +450,13 @@ class Checkpoint:
             dtype = TORCH_DTYPES.get(info.dtype, torch.uint8)
             count = info.nbytes
             READ_BYTES[self.folder, info.name] += count
-            if count == 0:
-                views[info.name] = torch.empty(info.shape, dtype=dtype)
-                continue
-            flat = torch.frombuffer(
-                mapped, dtype=dtype, count=count // dtype.itemsize, offset=info.begin - start
-            )
+            flat = torch.empty(0, dtype=dtype)
+            if count:
+                flat = torch.frombuffer(
+                    mapped, dtype=dtype, count=count // dtype.itemsize, offset=info.begin - start
+                )
             views[info.name] = flat.view(info.shape) if info.dtype in TORCH_DTYPES else flat
         return views
-
-
-def contains_nan(tensor: Tensor) -> bool:
-    """Return True if a tensor of any stored dtype holds a NaN: one pass, no copy of it in
-    memory."""
-    if tensor.numel() == 0 or not tensor.is_floating_point():
-        return False
-    if tensor.dtype.itemsize > 1:
-        return bool(tensor.amax().isnan())  # a NaN is the maximum
-    bits = tensor.view(torch.uint8)  # several times as fast as `isnan` of a float8
-    if tensor.dtype in LARGEST_NUMBER:
-        return bool((bits & 0x7F).amax() > LARGEST_NUMBER[tensor.dtype])
-    # the single NaN
-    return bool((bits == (0xFF if tensor.dtype == torch.float8_e8m0fnu else 0x80)).any())
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -504,8 +468,19 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def refuse_nan(name: str, file: str, tensor: Tensor) -> None:
-    """Raise `CompressionError` naming the tensor when it holds a NaN."""
-    if contains_nan(tensor):
+    """Raise `CompressionError` naming the tensor, of any stored dtype, when it holds a NaN: one
+    pass, no copy of it in memory."""
+    if tensor.numel() == 0 or not tensor.is_floating_point():
+        return
+    if tensor.dtype.itemsize > 1:
+        has_nan = tensor.amax().isnan()  # a NaN is the maximum
+    else:
+        bits = tensor.view(torch.uint8)  # several times as fast as `isnan` of a float8
+        if tensor.dtype in LARGEST_NUMBER:
+            has_nan = (bits & 0x7F).amax() > LARGEST_NUMBER[tensor.dtype]
+        else:  # the single NaN
+            has_nan = (bits == (0xFF if tensor.dtype == torch.float8_e8m0fnu else 0x80)).any()
+    if has_nan:
         raise CompressionError(
             f"tensor {name!r} in {file} holds NaN; repair or download the checkpoint again"
         )

@@ -5,7 +5,7 @@ Downloads go into the Hub's own cache: small files first, then only the shards t
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -44,29 +44,26 @@ def hub_error(
     not_here = isinstance(error, errors.LocalEntryNotFoundError)  # its cause says more
     reason = reason_of(error.__cause__ or error if not_here else error)
     if isinstance(error, errors.GatedRepoError):
-        message = (
-            f"{model} is gated on the Hub; ask for access on its page and log in with `hf "
-            "auth login`"
+        message = "is gated on the Hub; ask for access on its page and log in with `hf auth login`"
+        return CompressionError(f"{model} {message}")
+    if isinstance(error, errors.RevisionNotFoundError):
+        return CompressionError(
+            f"{model} has no revision {revision!r} on the Hub; check --revision"
         )
-    elif isinstance(error, errors.RevisionNotFoundError):
-        message = f"{model} has no revision {revision!r} on the Hub; check --revision"
-    elif isinstance(error, errors.RepositoryNotFoundError):
-        message = (
-            f"{model!r} is neither a folder here nor a model on the Hub; check the name, or "
-            "log in if it is private"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return CompressionError(
+            f"{model!r} is neither a folder here nor a model on the Hub; check the name, or log in "
+            "if it is private"
         )
-    elif file is not None:
-        message = (
-            f"{file} of {model} could not be downloaded ({reason}); run the same command "
-            "again to go on"
+    if file is not None:
+        return CompressionError(
+            f"{file} of {model} could not be downloaded ({reason}); run the same command again to "
+            "go on"
         )
-    else:
-        message = (
-            f"{model!r} is no folder here, and the Hub could not be asked for it ({reason}); "
-            "check the path or the "
-            "network"
-        )
-    return CompressionError(message)
+    return CompressionError(
+        f"{model!r} is no folder here, and the Hub could not be asked for it ({reason}); check the "
+        "path or the network"
+    )
 
 
 logger = logging.getLogger(__name__)
@@ -82,6 +79,7 @@ STEP_BYTES = 10**6  # one step of the progress
 REQUESTS = 8  # simultaneous requests for headers
 TRIES = 3  # the Hub client resumes after most interruptions, but not after a reset
 PAUSE_SECONDS = 1.0
+SILENT = Silent()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +110,8 @@ def download(model: str, revision: str | None, progress: Progress) -> Path:
     if missing:
         progress.start("download (MB)", sum(steps(file.size) for file in missing))
     for file in missing:
-        _fetch_weights(repository, file, progress, damaged=_cached_size(folder, file) is not None)
+        is_damaged = _cached_size(folder, file) is not None
+        _fetch(model, file.path, repository.commit, progress, file.size, again=is_damaged)
     for file in wanted:  # links files that the cache has for another commit
         _fetch(model, file.path, repository.commit)
     return folder
@@ -159,15 +158,13 @@ def weights_file(repository: ModelRepository, revision: str | None) -> str:
     """
     names = repository.files
     where = f"{repository.model} on the Hub"
-    config = (
-        json_object(fetch_small(repository, revision, [CONFIG]) / CONFIG) if CONFIG in names else {}
+    if CONFIG in names:
+        config = json_object(fetch_small(repository, revision, [CONFIG]) / CONFIG)
+        return find_head(where, names, config)
+    find_head(where, names, {})  # which refuses what is no checkpoint at all
+    raise CompressionError(
+        f"{where} has no {CONFIG}; name the repository of a transformers checkpoint"
     )
-    head = find_head(where, names, config)
-    if CONFIG not in names:
-        raise CompressionError(
-            f"{where} has no {CONFIG}; name the repository of a transformers checkpoint"
-        )
-    return head
 
 
 def companions(names: Collection[str]) -> list[str]:
@@ -194,17 +191,16 @@ def shard_names(repository: ModelRepository, folder: Path, head: str) -> list[st
         if name not in repository.files:
             raise CompressionError(
                 f"{repository.model}: {head} names the shard {name!r}, which is missing on the "
-                "Hub; ask its owner to "
-                "upload it, or choose another --revision"
+                "Hub; ask its owner to upload it, or choose another --revision"
             )
     return names
 
 
 def _weight_files(folder: Path, head: str) -> list[str]:
     """Return the shards of a fetched index; of a single file of weights, itself."""
-    return (
-        sorted(set(read_weight_map(folder / head).values())) if head.endswith(INDEX_END) else [head]
-    )
+    if not head.endswith(INDEX_END):
+        return [head]
+    return sorted(set(read_weight_map(folder / head).values()))
 
 
 def _cached_size(folder: Path, file: RepoFile) -> int | None:
@@ -222,54 +218,45 @@ def steps(nbytes: int) -> int:
     return max(1, -(-nbytes // STEP_BYTES))
 
 
-def _fetch_weights(
-    repository: ModelRepository, file: RepoFile, progress: Progress, damaged: bool
-) -> None:
-    left = last = steps(file.size)
-
-    def on_bytes(received: int) -> None:
-        nonlocal left
-        # the last step is done when the file is in place
-        while left > max(1, last - received // STEP_BYTES):
-            left -= 1
-            progress.advance(file.path)
-
-    _fetch(repository.model, file.path, repository.commit, on_bytes, damaged)
-    for _ in range(left):
-        progress.advance(file.path)
-
-
 def _fetch(
     model: str,
     name: str,
     revision: str | None,
-    on_bytes: Callable[[int], None] = lambda received: None,
+    progress: Progress = SILENT,
+    size: int = 0,
     again: bool = False,
 ) -> Path:
-    """Return one file's path in the cache, downloaded if need be; `on_bytes` gets the number of
-    bytes received."""
+    """Return one file's path in the cache, downloaded if need be, with the progress of its
+    bytes."""
+    left = steps(size)
 
     class Bar(tqdm):  # draws nothing; the Hub client may use several at once for one file
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **{**options, "disable": True})
 
         def update(self, n: float | None = 1) -> None:
+            nonlocal left
             self.n += n or 0
-            on_bytes(int(self.n))
+            # the last step is done when the file is in place
+            while left > max(1, steps(size) - int(self.n) // STEP_BYTES):
+                left -= 1
+                progress.advance(name)
 
-    for left in reversed(range(TRIES)):
+    for tries in reversed(range(TRIES)):
         try:
-            return Path(
-                hf_hub_download(
-                    model, name, revision=revision, tqdm_class=Bar, force_download=again
-                )
+            path = hf_hub_download(
+                model, name, revision=revision, tqdm_class=Bar, force_download=again
             )
         except Exception as error:
             # the Hub's answers, the disk's, wrong names
-            if left == 0 or isinstance(error, (OSError, ValueError)):
+            if tries == 0 or isinstance(error, (OSError, ValueError)):
                 raise hub_error(model, revision, error, name) from error
             time.sleep(PAUSE_SECONDS)
-    raise AssertionError
+        else:
+            break
+    for _ in range(left):
+        progress.advance(name)
+    return Path(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +291,7 @@ def locate(
         folder = Path(model).resolve()
         refuse_links(folder)
         return ModelSource(str(folder), None, folder)
-    folder = download(model, revision, progress or Silent())
+    folder = download(model, revision, progress or SILENT)
     return ModelSource(model, folder.name, folder)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from inspect import signature
-from itertools import chain, product
+from itertools import product
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,8 @@ def _tops_of(router: nn.Module, block: nn.Module, config: Any) -> Iterator[tuple
     """Yield the owner, attribute and value of each number that may be the top-k, the most likely
     first."""
     text = config.get_text_config()
-    fields = product(
-        (getattr(router, "config", text), text),
-        ("num_experts_per_tok", "top_k_experts", "moe_topk"),
-    )
+    nodes = (getattr(router, "config", text), text)
+    fields = product(nodes, ("num_experts_per_tok", "top_k_experts", "moe_topk"))
     for owner, name in ((router, "top_k"), (block, "top_k"), *fields):
         value = getattr(owner, name, None)
         if isinstance(value, int):
@@ -63,20 +61,9 @@ def another_top_k(router: nn.Module, block: nn.Module, config: Any, top_k: int) 
             setattr(owner, name, value)
 
 
-def routing_groups_of(router: nn.Module) -> tuple[int, int, int]:
-    """Return (groups, groups that a token may choose, fewest experts in a group); (1, 1, 1) for no
-    groups."""
-    groups = getattr(router, "num_group", None) or getattr(router, "n_group", None) or 1
-    method = getattr(router, "topk_method", None)
-    if int(groups) <= 1 or method == "greedy":
-        return 1, 1, 1
-    chosen = getattr(router, "topk_group", None) or groups
-    # a group's score is the sum of its two best experts, or that of its best one if the router has
-    # a method
-    return int(groups), int(chosen), 1 if method else 2
-
-
 EXPERTS_FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
+ADOPTED_PARAMETERS = {"gate_up_proj", "down_proj"}  # of modules that lack the flags alone
+ADOPTED_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 PER_LAYER = "per_layer_config"  # transformers' field for what differs between layers
 # raised by configs for values that they cannot have
 UNFIT = (CompressionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -144,13 +131,13 @@ def count_fields(config: Any, path: str, count: int) -> dict[str, Any]:
     """
     owner, _, name = path.rpartition(".")
     node = attrgetter(owner)(config) if owner else config
-    layers = {
-        int(layer): dict(fields) for layer, fields in (node.to_dict().get(PER_LAYER) or {}).items()
-    }
-    removed = [fields.pop(name, None) for fields in layers.values()]
-    if not any(removed):
-        return {path: count}
-    return {path: count, f"{owner}.{PER_LAYER}".removeprefix("."): layers}
+    changed: dict[str, Any] = {path: count}
+    layers = {}
+    for layer, fields in (node.to_dict().get(PER_LAYER) or {}).items():
+        layers[int(layer)] = {key: value for key, value in fields.items() if key != name}
+        if fields.get(name):
+            changed[f"{owner}.{PER_LAYER}".removeprefix(".")] = layers
+    return changed
 
 
 def load_config(folder: Path) -> Any:
@@ -161,9 +148,26 @@ def load_config(folder: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # config classes raise anything
-        reason = _unknown_type(read_object(folder / CONFIG)) or reason_of(error)
+        raw = read_object(folder / CONFIG)
+        kind = raw.get("model_type")
+        reason = reason_of(error)
+        if kind is not None and kind not in transformers.CONFIG_MAPPING:
+            reason = (
+                f"transformers {transformers.__version__} has no model type {kind!r}, and code of "
+                "a checkpoint's own (auto_map) is never run; only stock architectures are supported"
+            )
+            for name in raw.get("architectures") or ():
+                config_class = getattr(getattr(transformers, name, None), "config_class", None)
+                if config_class is not None:
+                    reason = (
+                        f"transformers {transformers.__version__} has no model type {kind!r}, but "
+                        f"{name}, which the config names, of type {config_class.model_type!r}; "
+                        "write that as model_type in a copy of the checkpoint"
+                    )
+                    break
         raise CompressionError(f"transformers cannot read {folder / CONFIG}: {reason}") from error
-    choose_kernels(config)
+    for fields, name in kernel_fields(config):
+        fields[name] = None
     for node in (config, config.get_text_config(decoder=True)):
         if packs_nothing(getattr(node, "quantization_config", None) or {}):
             del node.quantization_config
@@ -174,28 +178,12 @@ def load_config(folder: Path) -> Any:
     return config
 
 
-def _unknown_type(raw: Mapping[str, Any]) -> str | None:
-    """Return the remedy for a model type that transformers does not know; None if it does."""
-    kind = raw.get("model_type")
-    if kind is None or kind in transformers.CONFIG_MAPPING:
-        return None
-    message = f"transformers {transformers.__version__} has no model type {kind!r}"
-    for name in raw.get("architectures") or ():
-        config_class = getattr(getattr(transformers, name, None), "config_class", None)
-        if config_class is not None:
-            known = f"but {name}, which the config names, of type {config_class.model_type!r}"
-            return f"{message}, {known}; write that as model_type in a copy of the checkpoint"
-    return (
-        f"{message}, and code of a checkpoint's own (auto_map) is never run; only stock "
-        "architectures are supported"
-    )
-
-
 def kernel_fields(config: Any) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the fields that choose kernels in a config or its JSON, at any depth: each as a mapping
     and a key.
 
-    A checkpoint may name a repository there, whose code would be fetched and run.
+    A checkpoint may name a repository there, whose code would be fetched and run; None leaves the
+    choice to transformers.
     """
     nodes = [config]
     seen = set()
@@ -204,34 +192,31 @@ def kernel_fields(config: Any) -> Iterator[tuple[dict[str, Any], str]]:
         if id(node) in seen:
             continue
         seen.add(id(node))
-        fields = (
-            vars(node) if hasattr(node, "model_type") else node if isinstance(node, dict) else {}
-        )
-        yield from ((fields, name) for name in KERNEL_FIELDS & fields.keys())
-        nodes += [*fields.values(), *(node if isinstance(node, list | tuple) else ())]
-
-
-def choose_kernels(config: Any) -> None:
-    """Leave the choice of kernels to transformers, in a config and all configs inside it."""
-    for fields, name in kernel_fields(config):
-        fields[name] = None
+        if isinstance(node, list | tuple):
+            nodes += node
+        fields = vars(node) if hasattr(node, "model_type") else node
+        if isinstance(fields, dict):
+            yield from ((fields, name) for name in KERNEL_FIELDS & fields.keys())
+            nodes += fields.values()
 
 
 def model_class(config: Any) -> type[Any]:
     """Return the stock class that the config's `architectures` names, or the causal language model
     of its type."""
-    named = (
-        getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()
-    )
-    kinds = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification)
-    automatic = (kind._model_mapping.get(type(config), None) for kind in kinds)
-    for stock_class in chain(named, automatic):
+    names = getattr(config, "architectures", None) or ()
+    classes = [getattr(transformers, name, None) for name in names]
+    for kind in (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForTokenClassification,
+    ):
+        classes.append(kind._model_mapping.get(type(config), None))
+    for stock_class in classes:
         if isinstance(stock_class, type):
             return stock_class
     raise CompressionError(
         f"transformers has no language model for model type {config.model_type!r}; only stock "
-        "architectures "
-        "are supported"
+        "architectures are supported"
     )
 
 
@@ -244,28 +229,28 @@ def build_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
     stock_class = model_class(config)
     wanted = dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
     copied = copy.deepcopy(config)
-    choose_kernels(copied)
-    for node in (
-        copied,
-        *(getattr(copied, name, None) for name in getattr(copied, "sub_configs", {})),
-    ):
-        if node is not None:
-            node.dtype = wanted  # some classes build inner models in the dtype of their own config
+    for fields, name in kernel_fields(copied):
+        fields[name] = None
+    copied.dtype = wanted
+    for name in getattr(copied, "sub_configs", {}):
+        inner = getattr(copied, name, None)
+        if inner is not None:
+            inner.dtype = wanted  # some classes build inner models in the dtype of their own config
     try:
         with ContextManagers(stock_class.get_init_context(wanted, False, False, None)):
             built = stock_class(copied).eval()
         run_any_rows(built)
         return built
     except Exception as error:  # model classes raise anything
-        message = f"transformers cannot build {stock_class.__name__} from this config"
-        raise CompressionError(f"{message}: {reason_of(error)}") from error
+        raise CompressionError(
+            f"transformers cannot build {stock_class.__name__} from this config: {reason_of(error)}"
+        ) from error
 
 
 def run_any_rows(model: Any) -> None:
     """Have a stock model loop over its experts where grouped products do not take the rows of their
     matrices."""
-    for _, module in experts_modules(model):
-        experts: Any = module
+    for _, experts in experts_modules(model):
         if not fills_rows(experts, experts.down_proj.itemsize) and hasattr(experts, "config"):
             experts.config._experts_implementation = "eager"
 
@@ -283,16 +268,9 @@ def _adopt(module: Any) -> None:
     """
     if all(hasattr(module, flag) for flag in EXPERTS_FLAGS) or not hasattr(module, "_apply_gate"):
         return
-    if {name for name, _ in module.named_parameters(recurse=False)} != {
-        "gate_up_proj",
-        "down_proj",
-    }:
+    if {name for name, _ in module.named_parameters(recurse=False)} != ADOPTED_PARAMETERS:
         return
-    if list(signature(module.forward).parameters) != [
-        "hidden_states",
-        "top_k_index",
-        "top_k_weights",
-    ]:
+    if tuple(signature(module.forward).parameters) != ADOPTED_ARGUMENTS:
         return
     (_, first, second) = module.gate_up_proj.shape
     (_, hidden, _) = module.down_proj.shape
@@ -305,52 +283,47 @@ def _adopt(module: Any) -> None:
     kind.is_concatenated = not module._apply_gate(pair).any()
 
 
-def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def experts_modules(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield the experts modules with the uniform interface (`use_experts_implementation`), by full
     name.
 
     Those of a tower for pictures or sound that have numbers of their own by layer belong to the
     tower."""
-    towers = tuple(f"{name}." for name, module in model.named_modules() if _is_tower(model, module))
-    for name, module in model.named_modules():
+    towers: tuple[str, ...] = ()
+    for name, module in model.named_modules():  # a tower comes before its modules
+        config = getattr(module, "config", None)
+        fields = getattr(config, "per_layer_attributes", None) or ()
+        counts = any("expert" in field and not NOT_COUNTS.search(field) for field in fields)
+        if counts and config is not model.config.get_text_config():
+            towers += (f"{name}.",)
         _adopt(module)
         flagged = all(hasattr(module, flag) for flag in EXPERTS_FLAGS)
         if flagged and hasattr(module, "down_proj") and not name.startswith(towers):
             yield name, module
 
 
-def _is_tower(model: Any, module: Any) -> bool:
-    """Return True for a module beside the language model whose config counts experts by layer."""
-    fields = getattr(getattr(module, "config", None), "per_layer_attributes", None) or ()
-    counts = any("expert" in name and not NOT_COUNTS.search(name) for name in fields)
-    return counts and module.config is not model.config.get_text_config()
-
-
 def decoder_layers(model: nn.Module) -> tuple[str, ...]:
     """Return the names of all children of every outermost ModuleList that holds experts modules, in
     model order."""
-    lists: dict[str, nn.ModuleList] = {}
-    modules = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
-    }
+    lists = dict[str, nn.ModuleList]()  # in model order, parents first
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList):
+            lists[name] = module
+    outermost = dict[str, int]()
     for name, _ in experts_modules(model):
-        # parents come first
-        above = next((outer for outer in modules if name.startswith(f"{outer}.")), None)
+        above = next((outer for outer in lists if name.startswith(f"{outer}.")), None)
         if above is None:
             raise CompressionError(
                 f"experts module {name!r} lies in no list of layers; this architecture is not "
                 "supported"
             )
-        lists[above] = modules[above]
-    return tuple(
-        f"{name}.{position}" for name, module in lists.items() for position in range(len(module))
-    )
+        outermost[above] = len(lists[above])
+    return tuple(f"{name}.{place}" for name, size in outermost.items() for place in range(size))
 
 
 def expert_counts(model: nn.Module) -> dict[str, int]:
     """Return the number of experts of each experts module."""
-    modules: Any = experts_modules(model)
-    return {name: int(module.num_experts) for name, module in modules}
+    return {name: int(module.num_experts) for name, module in experts_modules(model)}
 
 
 def config_numbers(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -359,9 +332,7 @@ def config_numbers(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in vars(config).items():
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
             yield from config_numbers(value, f"{prefix}{key}.")
-        elif type(value) is int or (
-            isinstance(value, list) and value and {*map(type, value)} == {int}
-        ):
+        elif {*map(type, value if isinstance(value, list) else [value])} == {int}:
             yield f"{prefix}{key}", value
 
 
@@ -376,15 +347,13 @@ def find_count_field(config: Any, model: nn.Module) -> tuple[str, Any]:
             f"layers hold unequal numbers of experts ({[count, *others]}), which is not supported"
         )
 
-    def order(path: str) -> tuple[bool, bool, int, str]:  # the most likely first
+    def order(field: tuple[str, Any]) -> tuple[bool, bool, int, str]:  # the most likely first
+        path = field[0]
         return "expert" not in path, "vision" in path or "audio" in path, path.count("."), path
 
-    paths = [
-        path
-        for path, value in config_numbers(config)
-        if value == count and not NOT_COUNTS.search(path)
-    ]
-    for candidate in sorted(paths, key=order):
+    for candidate, value in sorted(config_numbers(config), key=order):
+        if value != count or NOT_COUNTS.search(candidate):
+            continue
         with suppress(*UNFIT):
             doubled = build_meta(with_fields(config, count_fields(config, candidate, 2 * count)))
             if expert_counts(doubled) == wanted:
@@ -394,53 +363,42 @@ def find_count_field(config: Any, model: nn.Module) -> tuple[str, Any]:
     )
 
 
-def expert_tensors(model: nn.Module, doubled: nn.Module) -> dict[str, ExpertTensor]:
-    """Return the state-dict entries that count experts: their shapes differ between models of E and
-    2E experts."""
-    larger = doubled.state_dict()
-    counts = expert_counts(model).values()
-    tensors = {}
-    for key, value in model.state_dict().items():
-        before = list(value.shape)
-        after = list(larger[key].shape)
-        changed = [
-            dim
-            for dim, (small, large) in enumerate(zip(before, after, strict=True))
-            if small != large
-        ]
-        if not changed:
-            continue
-        dim = changed[0]
-        count = after[dim] - before[dim]
-        if len(changed) > 1 or count not in counts:
-            raise CompressionError(
-                f"tensor {key!r} grows from {before} to {after} with the experts; not supported"
-            )
-        tensors[key] = ExpertTensor(key, dim, before[dim] - count)
-    return tensors
-
-
 def discover(config: Any, model: nn.Module | None = None) -> Architecture:
     """Return the architecture of the stock model of `config`; raise `CompressionError` if dense or
     not supported."""
     model = model if model is not None else build_meta(config)
     stock = type(model).__name__
-    names = [name for name, _ in experts_modules(model)]
-    if not names:
+    counts = expert_counts(model)
+    if not counts:
         raise CompressionError(
             f"{stock} ({config.model_type}) has no experts module with transformers' uniform "
-            "interface: "
-            f"{UNLIKE.get(config.model_type.removesuffix('_text'), OTHER)}, which is not supported"
+            f"interface: {UNLIKE.get(config.model_type.removesuffix('_text'), OTHER)}, which is "
+            "not supported"
         )
     count_field, doubled = find_count_field(config, model)
-    tensors = expert_tensors(model, doubled)
+    # state-dict entries that count experts differ in shape between models of E and 2E experts
+    tensors = {}
+    larger = doubled.state_dict()
+    for key, value in model.state_dict().items():
+        before = list(value.shape)
+        after = list(larger[key].shape)
+        changed = [dim for dim in range(len(before)) if before[dim] != after[dim]]
+        if not changed:
+            continue
+        dim = changed[0]
+        count = after[dim] - before[dim]
+        if len(changed) > 1 or count not in counts.values():
+            raise CompressionError(
+                f"tensor {key!r} grows from {before} to {after} with the experts; not supported"
+            )
+        tensors[key] = ExpertTensor(key, dim, before[dim] - count)
     layer_names = decoder_layers(model)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     # the same weights under a second name
     repeated = {key.rpartition(".")[0] for key in tensors if key in tied}
     layers = tuple(
         _moe_layer(name, model, config, tensors, layer_names)
-        for name in names
+        for name in counts
         if name not in repeated
     )
     covered = {tensor.key for layer in layers for tensor in layer.tensors}
@@ -465,21 +423,18 @@ def _moe_layer(
     """
     block_name = name.rpartition(".")[0]
     block = model.get_submodule(block_name)
-    experts = model.get_submodule(name)
+    experts: Any = model.get_submodule(name)
     inside = tuple(tensor for key, tensor in tensors.items() if key.startswith(f"{block_name}."))
     owners = {tensor.key.removeprefix(f"{block_name}.").partition(".")[0] for tensor in inside}
-    routers = [
-        child
-        for child, module in block.named_children()
-        if child in owners and module is not experts
-    ]
+    routers = {child: module for child, module in block.named_children() if child in owners}
+    routers = {child: module for child, module in routers.items() if module is not experts}
     if len(routers) != 1:
         raise CompressionError(
             f"MoE block {block_name!r} has {len(routers)} routers beside its experts; one is "
             "supported"
         )
-    router_name = f"{block_name}.{routers[0]}"
-    router = block.get_submodule(routers[0])
+    ((child, router),) = routers.items()
+    router_name = f"{block_name}.{child}"
     top_k = next((value for _, _, value in _tops_of(router, block, config)), None)
     if top_k is None:
         raise CompressionError(
@@ -491,6 +446,14 @@ def _moe_layer(
         for key, value in router.state_dict().items()
         if not value.is_floating_point() and value.dim() == 2 and value.shape[1] == top_k
     )
+    groups = getattr(router, "num_group", None) or getattr(router, "n_group", None) or 1
+    method = getattr(router, "topk_method", None)
+    grouping = (1, 1, 1)
+    if int(groups) > 1 and method != "greedy":
+        chosen = getattr(router, "topk_group", None) or groups
+        # a group's score is the sum of its two best experts, or that of its best one if the router
+        # has a method
+        grouping = (int(groups), int(chosen), 1 if method else 2)
     decoder_layer = decoder_layer_of(name, layer_names)
     return MoeLayer(
         name,
@@ -498,9 +461,9 @@ def _moe_layer(
         router_name,
         decoder_layer,
         layer_number(decoder_layer),
-        int(experts.num_experts),  # type: ignore[arg-type]
+        int(experts.num_experts),
         top_k,
-        *routing_groups_of(router),
+        *grouping,
         tensors=inside,
         tables=tables,
     )

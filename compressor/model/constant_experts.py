@@ -26,9 +26,8 @@ FIELD = "approximate_experts"
 SUFFIX = ".approx_value"
 NOT_STOCK = (
     "experts that are constants (config field approximate_experts) are served by vLLM from 0.33 "
-    "on; earlier versions "
-    "load them without a message and compute something else, and stock transformers cannot load "
-    "them"
+    "on; earlier versions load them without a message and compute something else, and stock "
+    "transformers cannot load them"
 )
 CONSTANT = re.compile(rf"(.+)\.(\d+){re.escape(SUFFIX)}")  # a layer's experts, and the expert
 
@@ -125,29 +124,23 @@ class SubstitutedCheckpoint(Checkpoint):
         odd = pairs ^ self.constants.keys()
         if odd:
             layer, expert = min(odd)
-            message = (
-                "has no constant"
-                if (layer, expert) in pairs
-                else f"has a constant, but {FIELD} does not name it"
-            )
+            message = f"has a constant, but {FIELD} does not name it"
+            if (layer, expert) in pairs:
+                message = "has no constant"
             raise CompressionError(
                 f"expert {expert} of layer {layer} {message}; download the checkpoint again"
             )
         for layer, experts in wanted.items():
-            self._stand_in(prefixes[layer], experts)
-
-    def _stand_in(self, prefix: str, experts: Sequence[int]) -> None:
-        """Use the tensors of a kept expert for the experts that are constants."""
-        pattern = re.compile(rf"{re.escape(prefix)}\.(\d+)\.(.+)")
-        weights: dict[int, list[tuple[str, TensorInfo]]] = {}  # of the experts that are kept
-        for name, info in self.stored.items():
-            match = pattern.fullmatch(name)
-            if match and name in self.tensors:
-                weights.setdefault(int(match[1]), []).append((match[2], info))
-        for expert in experts:
-            for rest, info in weights[min(weights)]:
-                name = f"{prefix}.{expert}.{rest}"
-                self.tensors[name] = replace(info, name=name)
+            prefix = prefixes[layer]
+            weights: dict[int, list[tuple[str, TensorInfo]]] = {}  # of the experts that are kept
+            for name, info in [*self.tensors.items()]:
+                number, _, rest = name.removeprefix(f"{prefix}.").partition(".")
+                if name.startswith(f"{prefix}.") and number.isdecimal():
+                    weights.setdefault(int(number), []).append((rest, info))
+            for expert in experts:
+                for rest, info in weights[min(weights)]:
+                    name = f"{prefix}.{expert}.{rest}"
+                    self.tensors[name] = replace(info, name=name)
 
     def substitutes(
         self, layers: Sequence[MoeLayer], dtype: torch.dtype, device: Any

@@ -37,9 +37,8 @@ def fills_rows(experts: Any, itemsize: int) -> bool:
 def parameter_names(experts: Any) -> tuple[str, ...]:
     """Return the names of the fused parameters [E, ...] of experts."""
     up = "gate_up_proj" if experts.has_gate else "up_proj"
-    return (
-        (up, "down_proj", f"{up}_bias", "down_proj_bias") if experts.has_bias else (up, "down_proj")
-    )
+    biases = (f"{up}_bias", "down_proj_bias") if experts.has_bias else ()
+    return (up, "down_proj", *biases)
 
 
 def expert_parameters(experts: Any, expert: int | slice = slice(None)) -> Parameters:
@@ -74,35 +73,33 @@ class Choices:
         Gate weights are taken out of `weights` [n, K] anew, so that gradients of each group pass
         back on their own."""
         mine = slice(begin, end)
-        places = self.places[mine]
-        experts = self.experts[mine] - group.start
         return Choices(
-            self.tokens[mine], places, experts, weights.flatten()[places], self.ends[group] - begin
+            self.tokens[mine],
+            self.places[mine],
+            self.experts[mine] - group.start,
+            weights.flatten()[self.places[mine]],
+            self.ends[group] - begin,
         )
-
-
-def _grouped_product(value: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return the product [m, O] of rows [m, I], sorted by expert, and the matrix of each in
-    `weight` [E, I, O].
-
-    Where the kernel does not take these sizes, or does not exist, stock transformers' loop over
-    experts is used."""
-    aligned = all(size * weight.itemsize % ALIGNMENT == 0 for size in weight.shape[1:])
-    if aligned and _can_use_grouped_mm(value, weight, ends):
-        product: Tensor = grouped_mm(value, weight, offs=ends)
-    else:
-        product = torch.ops.transformers.grouped_mm_fallback(value, weight, ends)
-    return product
 
 
 def _project(
     experts: Any, parameters: Parameters, name: str, value: Tensor, choices: Choices | None
 ) -> Tensor:
+    """Return the product of rows [m, I] and one expert's matrix, or of rows sorted by the `choices`
+    and each expert's matrix.
+
+    Where the grouped kernel does not take these sizes, or does not exist, stock transformers' loop
+    over experts is used."""
     weight = parameters[name]
     bias = parameters.get(f"{name}_bias")
     if choices is None:
         return linear(value, weight.T if experts.is_transposed else weight, bias)
-    product = _grouped_product(value, weight if experts.is_transposed else weight.mT, choices.ends)
+    weight = weight if experts.is_transposed else weight.mT
+    aligned = all(size * weight.itemsize % ALIGNMENT == 0 for size in weight.shape[1:])
+    if aligned and _can_use_grouped_mm(value, weight, choices.ends):
+        product: Tensor = grouped_mm(value, weight, offs=choices.ends)
+    else:
+        product = torch.ops.transformers.grouped_mm_fallback(value, weight, choices.ends)
     return product if bias is None else product + bias[choices.experts]
 
 
@@ -113,9 +110,8 @@ def intermediate(
 
     The parameters are one expert's, or [E, ...] with the `choices` that the rows of `x` are sorted
     by."""
-    inner = _project(
-        experts, parameters, "gate_up_proj" if experts.has_gate else "up_proj", x, choices
-    )
+    name = "gate_up_proj" if experts.has_gate else "up_proj"
+    inner = _project(experts, parameters, name, x, choices)
     activated: Tensor = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
     return activated
 
@@ -133,11 +129,9 @@ def apply_expert(
     by. `change` is applied to what matrices are multiplied by."""
     inner = change(intermediate(experts, parameters, change(x), choices))
     output = _project(experts, parameters, "down_proj", inner, choices)
-    return (
-        experts.post_expert_norm(output)
-        if getattr(experts, "has_post_expert_norm", False)
-        else output
-    )
+    if getattr(experts, "has_post_expert_norm", False):
+        output = experts.post_expert_norm(output)
+    return output
 
 
 class ExpertsView:
@@ -153,11 +147,9 @@ class ExpertsView:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._experts, name)
-        return (
-            _Slices(value, partial(self._change, name))
-            if name in parameter_names(self._experts)
-            else value
-        )
+        if name in parameter_names(self._experts):
+            return _Slices(value, partial(self._change, name))
+        return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,11 +184,9 @@ def projections(experts: Any, expert: int) -> Projections:
     """Return the canonical view of one expert's weight matrices, whatever the module's layout."""
     name = "gate_up_proj" if experts.has_gate else "up_proj"
     fused = getattr(experts, name)[expert]
-    down = experts.down_proj[expert]
     gate = matrix_of(experts, name, fused, "gate") if experts.has_gate else None
-    return Projections(
-        gate, matrix_of(experts, name, fused, "up"), matrix_of(experts, "down_proj", down, "down")
-    )
+    down = matrix_of(experts, "down_proj", experts.down_proj[expert], "down")
+    return Projections(gate, matrix_of(experts, name, fused, "up"), down)
 
 
 def routed(weights: Tensor, index: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -267,21 +257,18 @@ def moe_hooks(
     def inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         return [*args, *kwargs.values()][:3]
 
-    def zeros(*args: Any, **kwargs: Any) -> Tensor:
-        return torch.zeros_like(inputs(args, kwargs)[0])
-
     with ExitStack() as hooks:
         if on_experts is not None:
             hook = experts.register_forward_pre_hook(
                 lambda _, *call: on_experts(*inputs(*call)), with_kwargs=True
             )
             hooks.enter_context(hook)
-        if on_expert_output is not None:
-            experts.forward = partial(observed_forward, experts, observe=on_expert_output)
+        if on_expert_output is not None or not computing:
             hooks.callback(experts.__dict__.pop, "forward", None)
-        elif not computing:
-            experts.forward = zeros
-            hooks.callback(experts.__dict__.pop, "forward", None)
+            if on_expert_output is not None:
+                experts.forward = partial(observed_forward, experts, observe=on_expert_output)
+            else:
+                experts.forward = lambda *args, **kwargs: torch.zeros_like(inputs(args, kwargs)[0])
         if on_output is not None:
             hook = experts.register_forward_hook(
                 lambda _, args, kwargs, output: on_output(inputs(args, kwargs)[0], output),
@@ -289,9 +276,8 @@ def moe_hooks(
             )
             hooks.enter_context(hook)
         if on_router is not None:
-            hooks.enter_context(
-                router.register_forward_hook(lambda _, *call: on_router(*call), with_kwargs=True)
-            )
+            hook = router.register_forward_hook(lambda _, *call: on_router(*call), with_kwargs=True)
+            hooks.enter_context(hook)
         if on_block is not None:  # first of its hooks, as a pass may end a batch in another one
             hook = block.register_forward_hook(
                 lambda _, *call: on_block(*call), with_kwargs=True, prepend=True

@@ -1,8 +1,8 @@
 """The inputs of the stock forward: token ids, and a processor's tensors for pictures or sound."""
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, chain
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -103,23 +103,21 @@ def sees_media(config: Any) -> bool:
     return any(getattr(config, name, None) for name in ("vision_config", "audio_config"))
 
 
-def _prefixes(name: str) -> Iterator[str]:
-    """Return the names of the modules that lead to a module, from the outermost to itself."""
-    return accumulate(name.split("."), "{}.{}".format)
-
-
 def tower_blocks(model: nn.Module, layer_names: Sequence[str]) -> dict[str, str]:
     """Return the blocks of the towers beside the decoder layers, by name, each with its vision or
     audio tower's name.
 
     A tower is an outermost module without decoder layers that has an `nn.ModuleList`; its blocks
     are that list's."""
-    above = set(chain.from_iterable(map(_prefixes, layer_names)))
+    above = set[str]()  # modules that hold decoder layers, and these
+    for layer_name in layer_names:
+        above.update(accumulate(layer_name.split("."), "{}.{}".format))
     blocks = dict[str, str]()
     for name, module in model.named_modules():
         inside = decoder_layer_of(f"{name}.", (*layer_names, *blocks))
         if inside or name in above or not isinstance(module, nn.ModuleList):
             continue
-        tower = next(prefix for prefix in _prefixes(name) if prefix not in above)
+        prefixes = accumulate(name.split("."), "{}.{}".format)
+        tower = next(prefix for prefix in prefixes if prefix not in above)
         blocks |= {f"{name}.{number}": tower for number in range(len(module))}
     return blocks

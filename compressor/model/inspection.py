@@ -133,11 +133,11 @@ def stock_fault(model: OpenModel) -> str | None:
     """Return a sentence on how stock transformers mistreats a quantised model; None if it does not,
     as far as known."""
     quantization = model.checkpoint.quantization
-    packed = next(
-        (name for name, role in model.layout.roles.items() if role.family.endswith("weight_scale")),
-        None,
-    )
-    fault = None if packed is None else loader_fault(quantization, packed.rpartition(".")[0])
+    fault = None
+    for name, role in model.layout.roles.items():
+        if role.family.endswith("weight_scale"):
+            fault = loader_fault(quantization, name.rpartition(".")[0])
+            break
     if fault is None and quantization.get("quant_method") == "compressed-tensors":
         fault = stock_report(model)
     return fault or block_fault(model.checkpoint)
@@ -174,10 +174,8 @@ def inspect(model: str, revision: str | None = None, experts: int | None = None)
     router = type(opened.partial.model.get_submodule(first.router)).__name__
     routing = f"top-{first.top_k} of {first.experts} ({router})"
     if first.routing_groups > 1:
-        routing += (
-            f", {first.routing_groups} routing groups of which a token may use "
-            f"{first.chosen_groups}"
-        )
+        chosen = f"of which a token may use {first.chosen_groups}"
+        routing += f", {first.routing_groups} routing groups {chosen}"
     total = Size.of(tensors.values())
     served = served_model(opened)
     largest = opened.largest_layer

@@ -4,6 +4,7 @@ conversion."""
 import copy
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -16,7 +17,7 @@ from compressor.checkpoint.reader import Checkpoint
 from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, build_meta
 from compressor.model.loading import map_keys
-from compressor.model.moe_layer import MoeLayer, decoder_layer_of
+from compressor.model.moe_layer import ExpertTensor, MoeLayer, decoder_layer_of
 
 # target in the model, conversion pattern, suffix of a quantised weight's companion
 Key = tuple[str, str | None, str]
@@ -53,31 +54,27 @@ def _placements(partial: Any, quantized: bool) -> tuple[dict[str, Key], list[str
     """Return the key of each stored tensor, a weight's scales beside it, and the tensors that stock
     leaves out."""
     keys = partial.plain_keys
-    placed: dict[str, Key] = {
-        name: (target, keys.patterns[name], "") for name, target in keys.targets.items()
-    }
+    placed: dict[str, Key] = {}
+    for name, target in keys.targets.items():
+        placed[name] = (target, keys.patterns[name], "")
     if not quantized:
-        return placed, list(keys.unknown)
+        return placed, keys.unknown
     # possible weights of a companion: x.up_scale -> x.weight, x.up
     weights = dict[str, list[str]]()
     for name in keys.unknown:
         stem, _, last = name.rpartition(".")
         cuts = range(1, last.count("_") + 1)
         weights[name] = [f"{stem}.weight", *(f"{stem}.{last.rsplit('_', cut)[0]}" for cut in cuts)]
-    mapped = map_keys(
-        chain.from_iterable(weights.values()), partial.model, partial.plain_conversions
-    )
+    candidates = chain.from_iterable(weights.values())
+    mapped = map_keys(candidates, partial.model, partial.plain_conversions)
     left_out = []
-    for name, candidates in weights.items():
-        weight = next((candidate for candidate in candidates if candidate in mapped.targets), None)
+    for name, possible in weights.items():
+        weight = next(filter(mapped.targets.__contains__, possible), None)
         if weight is None:
             left_out.append(name)
         else:
-            placed[name] = (
-                mapped.targets[weight],
-                mapped.patterns[weight],
-                f".{name.rpartition('.')[2]}",
-            )
+            suffix = f".{name.rpartition('.')[2]}"
+            placed[name] = (mapped.targets[weight], mapped.patterns[weight], suffix)
     return placed, left_out
 
 
@@ -87,10 +84,7 @@ def _fused_dim(
     """Return the stored dimension of experts: with it grown, the converted tensor fits a model with
     twice as many."""
     keys = partial.plain_keys
-    siblings = [
-        name,
-        *(other for other, into in keys.targets.items() if into == target and other != name),
-    ]
+    siblings = sorted(keys.sources[target], key=lambda other: other != name)  # itself first
     wanted = doubled.state_dict()[target].shape
     shape = list(checkpoint.tensors[name].shape)
     for dim in range(len(shape)):
@@ -100,17 +94,13 @@ def _fused_dim(
             larger = list(checkpoint.tensors[sibling].shape)
             if dim < len(larger):
                 larger[dim] += grown_by
-            trial.add_tensor(
-                target, sibling, keys.patterns[sibling], torch.empty(larger, device="meta")
-            )
-        try:
-            converted = trial.convert(target, model=doubled, config=doubled.config)
-        except Exception:  # this dimension cannot grow
-            continue
-        value = converted.get(target)
-        value = value[0] if isinstance(value, list) else value
-        if value is not None and value.shape == wanted:
-            return dim
+            grown = torch.empty(larger, device="meta")
+            trial.add_tensor(target, sibling, keys.patterns[sibling], grown)
+        with suppress(Exception):  # this dimension cannot grow
+            value = trial.convert(target, model=doubled, config=doubled.config)[target]
+            value = value[0] if isinstance(value, list) else value
+            if value.shape == wanted:
+                return dim
     raise CompressionError(
         f"tensor {name!r}: no dimension of its shape {shape} counts the experts; this storage is "
         "not supported"
@@ -123,38 +113,36 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
     quantized = bool(checkpoint.quantization)
     placed, left_out = _placements(partial, quantized)
     modules: dict[tuple[str, str | None], set[str]] = {}  # of tensors that belong together
-    for name, (target, pattern, _) in placed.items():
-        modules.setdefault((target, pattern), set()).add(_module(name, quantized))
-    owners = {
-        tensor.key: (layer, tensor) for layer in architecture.layers for tensor in layer.tensors
-    }
-    tables = {table: layer for layer in architecture.layers for table in layer.tables}
-    families: dict[Key, list[str]] = {}
+    families: dict[Key, dict[str, str]] = {}  # their names by what they share with those beside
     for name, key in placed.items():
-        families.setdefault(key, []).append(name)
+        module = name.rpartition(".")[0] if quantized else name
+        modules.setdefault(key[:2], set()).add(module)
+        families.setdefault(key, {})[module] = name
+    owners = dict[str, tuple[MoeLayer, ExpertTensor]]()
+    tables = dict[str, str]()
+    for layer in architecture.layers:
+        owners |= {tensor.key: (layer, tensor) for tensor in layer.tensors}
+        tables |= dict.fromkeys(layer.tables, layer.name)
     roles: dict[str, Role] = {}
     doubled = cache(lambda: build_meta(architecture.with_experts(2 * architecture.experts)))
     regular = True
-    for (target, pattern, suffix), names in families.items():
+    for (target, pattern, suffix), by_module in families.items():
+        names = [*by_module.values()]
         decoder_layer = decoder_layer_of(target, architecture.decoder_layers)
         if target in tables:
-            roles.update(dict.fromkeys(names, Role("table", decoder_layer, tables[target].name)))
+            roles.update(dict.fromkeys(names, Role("table", decoder_layer, tables[target])))
         elif target not in owners:
             roles.update(dict.fromkeys(names, Role("plain", decoder_layer)))
         elif len(getattr(partial.converter_of(pattern), "target_patterns", ())) > 1:
             regular = False
         else:
             layer, tensor = owners[target]
-            role = Role(
-                "expert",
-                decoder_layer,
-                layer.name,
-                is_router=not target.startswith(f"{layer.name}."),
-            )
+            is_router = not target.startswith(f"{layer.name}.")
+            role = Role("expert", decoder_layer, layer.name, is_router)
             if pattern is not None and "*" in pattern:
                 family = replace(role, family=f"{target}|{pattern}|{suffix}")
-                own = {_module(name, quantized): name for name in names}
-                roles.update(_one_each(checkpoint, own, modules[target, pattern], family, layer))
+                beside = modules[target, pattern]
+                roles.update(_one_each(checkpoint, by_module, beside, family, layer))
                 continue
             shape = checkpoint.tensors[names[0]].shape
             if suffix and math.prod(shape) == 1:  # a scale of the whole tensor
@@ -172,11 +160,6 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
     return Layout(roles, tuple(sorted(left_out)), regular, quantized)
 
 
-def _module(name: str, quantized: bool) -> str:
-    """Return what a weight has in common with the tensors beside it."""
-    return name.rpartition(".")[0] if quantized else name
-
-
 def _one_each(
     checkpoint: Checkpoint, names: Mapping[str, str], modules: set[str], kind: Role, layer: MoeLayer
 ) -> dict[str, Role]:
@@ -191,10 +174,8 @@ def _one_each(
             f"{layer.experts} experts"
         )
     ordered = sorted(modules, key=dot_natural_key)
-    parts = [module.split(".") for module in ordered]
-    columns = [set(column) for column in zip(*parts, strict=False)]
     numbers = []
-    for column in columns:
+    for column in map(set, zip(*(module.split(".") for module in ordered), strict=False)):
         if len(column) > 1 and "".join(column).isdecimal():
             numbers.append({int(part) for part in column})
     absent = set(range(layer.experts)) - numbers[0] if len(numbers) == 1 else set()
@@ -202,8 +183,7 @@ def _one_each(
         raise CompressionError(
             f"{layer.name}: the checkpoint has no tensor like {usual!r} of expert {min(absent)}; "
             "download it again, or if experts are numbered with gaps, which stock transformers "
-            "loads "
-            "in order and servers don't, load it there and save it with save_pretrained"
+            "loads in order and servers don't, load it there and save it with save_pretrained"
         )
     roles = {}
     shape = checkpoint.tensors[usual].shape
@@ -234,11 +214,8 @@ def expert_prefixes(layout: Layout, layer: MoeLayer) -> dict[int, str]:
     for name, role in layout.roles.items():
         if role.kind == "expert" and role.layer == layer.name:
             parts = name.split(".")
-            ends = [
-                end
-                for end, part in enumerate(parts, 1)
-                if part.isdecimal() and int(part) == role.expert
-            ]
-            if ends:
-                prefixes[role.expert] = ".".join(parts[: ends[-1]])
+            while parts and not (parts[-1].isdecimal() and int(parts[-1]) == role.expert):
+                parts.pop()
+            if parts:
+                prefixes[role.expert] = ".".join(parts)
     return prefixes

@@ -22,22 +22,18 @@ class LoadedModel:
         if "PreTrainedModel" not in kinds:
             raise CompressionError(
                 f"a {kinds[0]} is no model of transformers; give a folder, a Hub id or a "
-                "PreTrainedModel, and merge "
-                "adapters into it before (merge_and_unload)"
+                "PreTrainedModel, and merge adapters into it before (merge_and_unload)"
             )
         if self.tokenizer is None:
             raise CompressionError("a model in memory has no tokenizer; pass tokenizer=")
-        adapted = self.model._hf_peft_config_loaded
-        quantised = hasattr(self.model, "hf_quantizer")
-        if adapted or quantised or any(value.is_meta for value in self.model.parameters()):
-            what = (
-                "has adapters"
-                if adapted
-                else "is quantised"
-                if quantised
-                else "is not whole in memory"
-            )
-            raise CompressionError(f"the model {what}; give its folder or Hub id instead")
+        unfit = {
+            "has adapters": self.model._hf_peft_config_loaded,
+            "is quantised": hasattr(self.model, "hf_quantizer"),
+            "is not whole in memory": any(value.is_meta for value in self.model.parameters()),
+        }
+        for what, is_so in unfit.items():
+            if is_so:
+                raise CompressionError(f"the model {what}; give its folder or Hub id instead")
 
     @property
     def name(self) -> str:

@@ -5,10 +5,11 @@ On a device with streams, a thread copies the stored tensors of the next layer w
 computes (`ReadAhead`)."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -30,7 +31,6 @@ from compressor.checkpoint.quantized import (
     refuse_faults,
     refuse_unread_scales,
     refuse_unscaled,
-    wanted_dtype,
 )
 from compressor.checkpoint.reader import DTYPE_BITS, Checkpoint, TensorInfo, refuse_nan
 from compressor.devices import free_memory
@@ -108,7 +108,7 @@ class ReadAhead:
         self.checked = set[str]()
         self.views = dict[str, Tensor]()  # of the tensors being read ahead
         self._pool: ThreadPoolExecutor | None = None  # of one thread, for one task
-        self._task = Future[tuple[dict[str, Tensor], Any]]()
+        self._task: Future[tuple[dict[str, Tensor], Any]]
         self._names = set[str]()
 
     def begin(self, names: Iterable[str]) -> None:
@@ -147,7 +147,7 @@ class ReadAhead:
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
-            self._task = Future()
+            del self._task
             self.views = {}
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
@@ -178,15 +178,9 @@ class KeyMap:
     # stored name -> state-dict name, the first one if a conversion makes several
     targets: dict[str, str]
     patterns: dict[str, str | None]  # by stored name; None for a plain rename
-    unknown: tuple[str, ...]  # stored tensors that the stock model does not load
+    unknown: list[str]  # stored tensors that the stock model does not load, in order
 
-    @property
-    def sources(self) -> dict[str, list[str]]:
-        """The stored tensors of each state-dict entry."""
-        sources = dict[str, list[str]]()
-        for name, target in self.targets.items():
-            sources.setdefault(target, []).append(name)
-        return sources
+    sources: dict[str, list[str]]  # the stored tensors of each state-dict entry
 
 
 def map_keys(names: Iterable[str], model: Any, conversions: list[Any]) -> KeyMap:
@@ -195,38 +189,19 @@ def map_keys(names: Iterable[str], model: Any, conversions: list[Any]) -> KeyMap
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     state = model.state_dict()
     prefix = model.base_model_prefix
-    targets = {}
-    patterns = {}
-    unknown = []
+    keys = KeyMap({}, {}, [], {})
     for name in names:
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
-            target, pattern = rename_source_key(
-                name, [], [], base_model_prefix=prefix, meta_state_dict=state
-            )
+            target, pattern = rename_source_key(name, [], [], prefix, state)
         if target in state:
-            targets[name], patterns[name] = target, pattern
+            keys.targets[name] = target
+            keys.patterns[name] = pattern
+            keys.sources.setdefault(target, []).append(name)
         else:
-            unknown.append(name)
-    return KeyMap(targets, patterns, tuple(sorted(unknown)))
-
-
-def unwrapped(name: str) -> Iterator[tuple[str, str]]:
-    """Yield possible names of a tensor in the stock model, each with the tools that would have
-    wrapped it."""
-    inner = f".{name}"
-    tools = []
-    for wrapper, tool in WRAPPERS.items():
-        if f".{wrapper}." in inner:
-            inner = inner.replace(f".{wrapper}.", ".")
-            tools.append(tool)
-    if tools:
-        yield inner[1:], " and ".join(dict.fromkeys(tools))
-    parts = name.split(".")
-    for width in (1, 2):
-        for begin in range(len(parts) - width):
-            if not any(part.isdecimal() for part in parts[begin : begin + width]):
-                yield ".".join(parts[:begin] + parts[begin + width :]), "another tool"
+            keys.unknown.append(name)
+    keys.unknown.sort()
+    return keys
 
 
 def tied_weights(
@@ -253,12 +228,9 @@ def set_tensor(model: nn.Module, key: str, value: Tensor) -> None:
     """Replace a parameter or buffer by a tensor."""
     module_name, _, name = key.rpartition(".")
     module = model.get_submodule(module_name)
-    if name not in module._parameters:
-        module._buffers[name] = value
-    elif isinstance(value, nn.Parameter):
-        module._parameters[name] = value
-    else:
-        module._parameters[name] = nn.Parameter(value, requires_grad=False)
+    if name in module._parameters and not isinstance(value, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=False)
+    setattr(module, name, value)
 
 
 def load_converted(
@@ -281,19 +253,21 @@ def saved_names(model: Any, state: dict[str, Tensor]) -> Iterable[tuple[str, Ten
 def refuse_misfits(checkpoint: Checkpoint) -> None:
     """Refuse a packed weight whose width does not fit the config's bits and the groups of its
     scales."""
-    groups = (checkpoint.quantization.get("config_groups") or {}).values()
-    weights = [
-        group["weights"] for group in groups if isinstance(group, dict) and group.get("weights")
-    ]
-    # modelopt's NVFP4
-    declared = [(each.get("num_bits"), each.get("group_size")) for each in weights] or [(4, 16)]
-    if not all(
-        isinstance(bits, int) and isinstance(size, int) and size > 0 for bits, size in declared
-    ):
-        return
+    declared = []
+    for group in (checkpoint.quantization.get("config_groups") or {}).values():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if weights:
+            bits = weights.get("num_bits")
+            size = weights.get("group_size")
+            if not isinstance(bits, int) or not isinstance(size, int) or size <= 0:
+                return
+            declared.append((bits, size))
+    declared = declared or [(4, 16)]  # modelopt's NVFP4
     for name, info in checkpoint.tensors.items():
         weight = name.removesuffix("_packed")
-        is_packed = weight != name or (info.dtype == "U8" and f"{name}_scale_2" in checkpoint)
+        is_packed = weight != name or (
+            info.dtype == "U8" and f"{name}_scale_2" in checkpoint.tensors
+        )
         scale = checkpoint.tensors.get(f"{weight}_scale")
         if not is_packed or scale is None or not scale.shape:
             continue
@@ -304,8 +278,8 @@ def refuse_misfits(checkpoint: Checkpoint) -> None:
             shown = " or ".join(f"{bits} bits in groups of {size}" for bits, size in declared)
             raise CompressionError(
                 f"tensor {name!r} has shape {list(info.shape)} and its scales "
-                f"{list(scale.shape)}, which do not fit "
-                f"the {shown} that config.json declares; restore them from their source"
+                f"{list(scale.shape)}, which do not fit the {shown} that config.json declares; "
+                "restore them from their source"
             )
 
 
@@ -336,10 +310,14 @@ class PartialModel:
             raise CompressionError(
                 f"quantised weights of {kind} can't be read: {reason_of(error)}"
             ) from error
-        self.plain_keys = self.keys = map_keys(checkpoint, self.model, self.conversions)
-        self._sources = self.keys.sources
+        self.plain_keys = self.keys = map_keys(checkpoint.tensors, self.model, self.conversions)
         tied = self.model.all_tied_weights_keys
-        self.tied = tied_weights(self.model, self._sources.keys(), self._are_alike)
+
+        def alike(first: str, second: str) -> bool:
+            pairs = zip(self.keys.sources[first], self.keys.sources[second], strict=False)
+            return all(checkpoint.holds_alike(*pair) for pair in pairs)
+
+        self.tied = tied_weights(self.model, self.keys.sources.keys(), alike)
         self.ties_nothing = bool(tied) and not self.tied  # though the config says so
         self.model.all_tied_weights_keys = self.tied
         self._refuse_foreign_names()
@@ -349,14 +327,24 @@ class PartialModel:
             if singles:
                 plain = [*get_model_conversion_mapping(self.model), *singles]
                 self.conversions = self.quantizer.update_weight_conversions(plain, self.model)
-                self.keys = map_keys(checkpoint, self.model, self.conversions)
-            refuse_unread_scales({name: self.keys.targets.get(name) for name in checkpoint})
+                self.keys = map_keys(checkpoint.tensors, self.model, self.conversions)
+            refuse_unread_scales({name: self.keys.targets.get(name) for name in checkpoint.tensors})
             self.plain_conversions = [*get_model_conversion_mapping(self.model), *singles]
-            self.plain_keys = map_keys(checkpoint, self.model, self.plain_conversions)
+            self.plain_keys = map_keys(checkpoint.tensors, self.model, self.plain_conversions)
         floating = {key for key, value in self.empty.items() if value.is_floating_point()}
         refuse_unscaled(checkpoint.tensors, self.plain_keys.targets, self.keys.targets, floating)
-        self._sources = self.keys.sources
-        self._unit_scales = self._scales_lacking()
+        # names of scales of one for experts' weights that have none, beside experts that do: the
+        # loader takes the scales of a layer in their order, so each weight needs one
+        self._unit_scales = dict[str, str]()
+        stored = set()
+        for name, target in self.keys.targets.items():
+            stored.add((target, self.keys.patterns[name], name.rpartition(".")[0]))
+        scaled = {(target, pattern) for target, pattern, _ in stored}
+        for target, pattern, module in sorted(stored, key=str):
+            for suffix in ("_scale", "_scale_inv"):
+                scale = f"{pattern}{suffix}"
+                if (target, scale) in scaled and (target, scale, module) not in stored:
+                    self._unit_scales[f"{module}.weight"] = f"{module}.weight{suffix}"
         self._loaded = set[str]()
         # of loaded tensors, so that whoever writes them need not read them again
         self._views = dict[str, Tensor]()
@@ -367,18 +355,18 @@ class PartialModel:
     def _refuse_foreign_names(self) -> None:
         """Refuse a checkpoint written by another tool under its own names, or without values."""
         folder = self.checkpoint.folder
-        loaded = [self.checkpoint.tensors[name] for name in self.keys.targets]
-        empty = [info for info in loaded if not info.nbytes]
+        stored = self.checkpoint.tensors
+        targets = self.keys.targets
+        kind = type(self.model).__name__
+        empty = [stored[name] for name in targets if not stored[name].nbytes]
         if empty:
             raise CompressionError(
                 f"{folder} holds {len(empty)} tensors without a value, such as {empty[0].name!r} "
-                "of "
-                f"shape {list(empty[0].shape)}, as a trainer writes what is sharded over processes "
-                "(DeepSpeed's ZeRO-3, FSDP); gather the weights there and save the model again"
+                f"of shape {list(empty[0].shape)}, as a trainer writes what is sharded over "
+                "processes (DeepSpeed's ZeRO-3, FSDP); gather the weights there and save the model "
+                "again"
             )
-        kind = type(self.model).__name__
-        targets = self.keys.targets
-        mlx = next((name for name in self.checkpoint if MLX in name), None)
+        mlx = next((name for name in stored if MLX in name), None)
         if mlx:
             raise CompressionError(
                 f"{folder} has MLX's {mlx!r}; name the checkpoint that it was made of"
@@ -386,58 +374,34 @@ class PartialModel:
         missing = self.empty.keys() - {*targets.values(), *self.tied}
         if not missing:
             return
+        # possible names in the stock model, each with a stored one and the tools that wrapped it
         names = dict[str, tuple[str, str]]()
         for name in self.keys.unknown[:: 1 + len(self.keys.unknown) // SAMPLES]:
-            for inner, tool in unwrapped(name):
-                names.setdefault(inner, (name, tool))
+            inner = f".{name}"
+            tools = list[str]()
+            for wrapper, tool in WRAPPERS.items():
+                if f".{wrapper}." in inner:
+                    inner = inner.replace(f".{wrapper}.", ".")
+                    tools.append(tool)
+            if tools:
+                names.setdefault(inner[1:], (name, " and ".join(dict.fromkeys(tools))))
+            parts = name.split(".")
+            for width, begin in product((1, 2), range(len(parts))):
+                after = parts[begin + width :]
+                if after and not any(map(str.isdecimal, parts[begin : begin + width])):
+                    names.setdefault(".".join(parts[:begin] + after), (name, "another tool"))
         stock = map_keys(names, self.model, self.conversions).targets
         for inner, (name, tool) in names.items():
             if stock.get(inner) in missing:
                 raise CompressionError(
                     f"{folder} has {name!r} where {kind} has {inner!r}, as {tool} would name it; "
-                    "save the model inside "
-                    "with save_pretrained (for peft after merge_and_unload)"
+                    "save the model inside with save_pretrained (for peft after merge_and_unload)"
                 )
         if not targets:
             raise CompressionError(
                 f"no tensor of {folder} fills {kind}, for it has "
-                f"{next(iter(self.checkpoint), None)!r} where "
-                f"the model has {min(missing)!r}; name a checkpoint as transformers writes it"
-            )
-
-    def _scales_lacking(self) -> dict[str, str]:
-        """Return names of scales of one for experts' weights that have none, beside experts that
-        do.
-
-        The loader takes the scales of a layer in their order, so each weight needs one.
-        """
-        patterns = self.keys.patterns
-        stored = {
-            (target, patterns[name], name.rpartition(".")[0])
-            for name, target in self.keys.targets.items()
-        }
-        scaled = {(target, pattern) for target, pattern, _ in stored}
-        lacking = {}
-        for target, pattern, module in sorted(stored, key=str):
-            for suffix in ("_scale", "_scale_inv"):
-                scale = f"{pattern}{suffix}"
-                if (target, scale) in scaled and (target, scale, module) not in stored:
-                    lacking[f"{module}.weight"] = f"{module}.weight{suffix}"
-        return lacking
-
-    def _are_alike(self, first: str, second: str) -> bool:
-        """Return True if two entries are stored with the same values."""
-        pairs = zip(self._sources[first], self._sources[second], strict=False)
-        return all(self.checkpoint.holds_alike(*pair) for pair in pairs)
-
-    def refuse_gaps(self) -> None:
-        """Refuse a checkpoint without all tensors; stock transformers would draw them at random."""
-        missing = self.missing
-        if missing:
-            raise CompressionError(
-                f"{self.checkpoint.folder} lacks {len(missing)} tensors that "
-                f"{type(self.model).__name__} needs, such as {missing[0]!r}; download or save it "
-                "again"
+                f"{next(iter(stored), None)!r} where the model has {min(missing)!r}; name a "
+                "checkpoint as transformers writes it"
             )
 
     @property
@@ -450,8 +414,8 @@ class PartialModel:
             if not any(target in key for target in also_made):
                 missing.append(key)
         for key, names in self.plain_keys.sources.items():
-            converter = self.converter_of(self.plain_keys.patterns[names[0]])
             there = {self.plain_keys.patterns[name] for name in names}
+            converter = self.converter_of(self.plain_keys.patterns[names[0]])
             for source in getattr(converter, "source_patterns", ()):
                 # Only quantised weights have scales and largest values.
                 if source not in there and not re.search("scale|amax", source):
@@ -467,25 +431,19 @@ class PartialModel:
     def _fill_constant_buffers(self) -> None:
         """Compute the buffers that no checkpoint holds (rotary frequencies), as the stock loader
         does."""
-        owners = {
-            name: module
-            for name, module in self.model.named_modules()
-            if isinstance(module, PreTrainedModel)
-        }
+        modules = dict(self.model.named_modules())
+        owners = [name for name, module in modules.items() if isinstance(module, PreTrainedModel)]
         with torch.no_grad(), guard_torch_init_functions():
-            for name, module in self.model.named_modules():
-                names = [
-                    key
-                    for key in module._non_persistent_buffers_set
-                    if module._buffers.get(key) is not None
-                ]
-                if not names:
-                    continue
+            for name, module in modules.items():
+                buffers = module._buffers
+                names = module._non_persistent_buffers_set
+                names = [key for key in names if buffers.get(key) is not None]
                 for key in names:
-                    module._buffers[key] = torch.empty_like(module._buffers[key], device="cpu")
-                owners[decoder_layer_of(f"{name}.", owners)]._init_weights(module)
+                    buffers[key] = torch.empty_like(buffers[key], device="cpu")
+                if names:
+                    modules[decoder_layer_of(f"{name}.", owners)]._init_weights(module)
                 for key in names:
-                    module._buffers[key] = module._buffers[key].to(self.device)
+                    buffers[key] = buffers[key].to(self.device)
 
     @property
     def nbytes(self) -> int:
@@ -495,23 +453,9 @@ class PartialModel:
     @property
     def unread(self) -> int:
         """Bytes that a resident model has yet to load and keep."""
-        return (
-            self.nbytes - sum(value.nbytes for value in self.kept.values()) if self.resident else 0
-        )
-
-    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """Become resident, keeping those tensors of a model in memory that are on the device and in
-        the right dtype."""
-        for key, value in tensors.items():
-            alike = (
-                key in self.empty
-                and value.shape == self.empty[key].shape
-                and value.device == self.device
-            )
-            if alike and value.dtype == wanted_dtype(self.model, key) and key not in self.tied:
-                refuse_nan(key, "the model in memory", value)
-                self.kept[key] = value.detach()
-        self.resident = True
+        if not self.resident:
+            return 0
+        return self.nbytes - sum(value.nbytes for value in self.kept.values())
 
     def stream(self) -> None:
         """Stop being resident, to free memory."""
@@ -547,27 +491,25 @@ class PartialModel:
             set_tensor(self.model, key, self.kept[key])
         names = self._names_of(wanted)
         if names:
-            self._convert(names)
+            tensors = self.ahead.take(names)
+            self._views |= self.checkpoint.read_all(names)
+            targets = self.keys.targets
+            plan = self.model._get_dtype_plan(self.dtype)
+            more = {"dtype": self.dtype, "dtype_plan": plan, "hf_quantizer": self.quantizer}
+            # first the largest alone: while it is converted, no other tensor needs to be in memory
+            sizes = {targets[name]: self.empty[targets[name]].numel() for name in names}
+            largest = max(sizes, key=sizes.__getitem__)
+            for alone in (True, False):
+                chosen = [name for name in names if (targets[name] == largest) is alone]
+                stored = {name: tensors.pop(name) for name in chosen}
+                for name in sorted(stored.keys() & self._unit_scales.keys()):
+                    stored[self._unit_scales[name]] = torch.ones(1, 1, device=stored[name].device)
+                refuse_faults(
+                    load_converted(self.model, stored, self.device, self.conversions, **more)
+                )
+                stored.clear()
+                give_back()
         self._settle(wanted)
-
-    def _convert(self, names: list[str]) -> None:
-        """Load these stored tensors into the model by the stock loader."""
-        tensors = self.ahead.take(names)
-        self._views |= self.checkpoint.read_all(names)
-        targets = {name: self.keys.targets[name] for name in names}
-        plan = self.model._get_dtype_plan(self.dtype)
-        more = {"dtype": self.dtype, "dtype_plan": plan, "hf_quantizer": self.quantizer}
-        # first the largest alone: while it is converted, no other tensor needs to be in memory
-        largest = max(set(targets.values()), key=lambda target: self.empty[target].numel())
-        for alone in (True, False):
-            stored = {
-                name: tensors.pop(name) for name in names if (targets[name] == largest) is alone
-            }
-            for name in sorted(stored.keys() & self._unit_scales.keys()):
-                stored[self._unit_scales[name]] = torch.ones(1, 1, device=stored[name].device)
-            refuse_faults(load_converted(self.model, stored, self.device, self.conversions, **more))
-            stored.clear()
-            give_back()
 
     def _settle(self, wanted: list[str]) -> None:
         """Share tied tensors, and check that everything requested has been loaded."""
@@ -589,7 +531,7 @@ class PartialModel:
     def stored_as(self, key: str) -> list[TensorInfo]:
         """Return the stored tensors of an entry; of a one-to-many conversion, only for its first
         target."""
-        return [self.checkpoint.tensors[name] for name in self._sources.get(key, ())]
+        return [self.checkpoint.tensors[name] for name in self.keys.sources.get(key, ())]
 
     def read_ahead(self, keys: Iterable[str]) -> None:
         """Have a thread read the tensors that `load` of these entries will need, while this one
@@ -602,19 +544,19 @@ class PartialModel:
         Those of a one-to-many conversion are filed under its first target.
         """
         sources = {self.tied.get(key, key) for key in keys} - self.kept.keys()
-        direct = sources & self._sources.keys()
+        direct = sources & self.keys.sources.keys()
         parents = tuple(f"{key.rpartition('.')[0].rpartition('.')[0]}." for key in sources - direct)
         targets = direct | {
-            key for key in self._sources if key.startswith(parents) and key not in self._loaded
+            key for key in self.keys.sources if key.startswith(parents) and key not in self._loaded
         }
-        return [name for target in targets for name in self._sources[target]]
+        return [name for target in targets for name in self.keys.sources[target]]
 
     def release(self, module_name: str) -> None:
         """Empty a module; with "" the whole model, and stop reading ahead."""
         if not module_name:
             self.ahead.stop()
         for key in self.keys_under(module_name):
-            for name in self._sources.get(key, ()):
+            for name in self.keys.sources.get(key, ()):
                 self._views.pop(name, None)
             if key in self._loaded:
                 for entry in {key, self.tied.get(key, key)}:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from compressor.errors import CompressionError
 
@@ -40,24 +40,9 @@ class MoeLayer:
     parts: int = 1  # sub-experts that each stored expert has been split into
 
 
-class Router(Protocol):
-    """The numbers that decide how many experts a router can take: of a model's layer, or of a
-    layer's plan."""
-
-    @property
-    def experts(self) -> int: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def routing_groups(self) -> int: ...
-    @property
-    def chosen_groups(self) -> int: ...
-    @property
-    def experts_per_group(self) -> int: ...
-
-
-def check_count(layer: Router, count: int, where: str) -> None:
-    """Refuse a number of experts that the router cannot take; many would run, but wrongly."""
+def check_count(layer: Any, count: int, where: str) -> None:
+    """Refuse a number of experts that the router of a layer, or of its plan, cannot take; many
+    would run, but wrongly."""
     groups = layer.routing_groups
     chosen = layer.chosen_groups
     top_k = layer.top_k

@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +46,8 @@ logger = logging.getLogger(__name__)
 
 HEADS = "heads"  # the key of known heads in an opened model's `found`
 SCALED = "quantization_config"
-FIRST_DENSE = (
-    "first_k_dense_replace",
-    "num_dense_layers",
-    "moe_layer_start_index",
-)  # the number of dense layers before MoE layers
+# the number of dense layers before MoE layers
+FIRST_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 PARTS = {  # parts of a head beside its decoder layer, by their names there
     "enorm.weight": "embedding_norm",
     "pre_fc_norm_embedding.weight": "embedding_norm",
@@ -129,10 +125,35 @@ def find_heads(model: OpenModel) -> tuple[Head, ...]:
 
     Raises `CompressionError` if the tensors of a head are not understood.
     """
-    if HEADS not in model.cached:
-        model.cached[HEADS] = tuple(_head(model, names) for names in names_of(model))
-    heads: tuple[Head, ...] = model.cached[HEADS]
-    return heads
+    if HEADS in model.cached:
+        return model.cached[HEADS]  # type: ignore[no-any-return]
+    stored = model.checkpoint.tensors
+    heads = []
+    for names in names_of(model):
+        infos = [stored[names.prefix + name] for name in names.block]
+        # other tools may have cut the trunk alone
+        numbers = {match[1] for match in map(ONE_EXPERT.search, names.block) if match}
+        fused = [info for info in infos if "experts." in info.name and len(info.shape) == 3]
+        experts = model.architecture.experts
+        if numbers or fused:
+            experts = len(numbers) or fused[0].shape[0]
+        quantized = model.layout.quantized and not all(info.is_plain for info in infos)
+        # a head is built like the last layer of the trunk whose tensors it has
+        kinds = dict[tuple[tuple[str, torch.Size], ...], str]()
+        for layer in reversed(model.architecture.layers):
+            shapes = _shapes(model.partial.model.get_submodule(layer.decoder_layer))
+            kinds.setdefault(tuple(shapes.items()), layer.decoder_layer)
+        reasons = []
+        for decoder_layer in kinds.values():
+            try:
+                heads.append(_built(model, names, decoder_layer, experts, quantized))
+                break
+            except CompressionError as error:
+                reasons.append(str(error))
+        else:
+            raise CompressionError(f"{names.prefix}* is not understood: {reasons[0]}")
+    model.cached[HEADS] = tuple(heads)
+    return tuple(heads)
 
 
 def names_of(model: OpenModel) -> tuple[HeadNames, ...]:
@@ -148,15 +169,13 @@ def names_of(model: OpenModel) -> tuple[HeadNames, ...]:
     def under(prefix: str) -> list[str]:
         return [name.removeprefix(prefix) for name in left_out if name.startswith(prefix)]
 
-    container = stored_prefix(model, layer_names[-1]).removesuffix(
-        f"{layer_number(layer_names[-1])}."
-    )
+    last = layer_names[-1]
+    container = stored_prefix(model, last).removesuffix(f"{layer_number(last)}.")
     prefixes = dict[str, str]()  # the prefix of a head's parts by that of its decoder layer
-    for number in count(len(layer_names)):
-        prefix = f"{container}{number}."
-        if not under(prefix):
-            break
-        prefixes[prefix] = prefix
+    number = len(layer_names)
+    while under(f"{container}{number}."):
+        prefixes[f"{container}{number}."] = f"{container}{number}."
+        number += 1
     for name in under(ROOT) if not prefixes else ():
         match = OWN_LAYER.match(name)
         if match:
@@ -195,16 +214,17 @@ def fitting_heads(model: OpenModel, experts: int, cut: bool = False) -> tuple[He
     for head in heads:
         stored = head.layer.experts
         if stored < experts or (stored > experts and not cut):
-            hint = (
-                f"; with --experts {experts} and --mtp keep it is cut to that"
-                if stored > experts
-                else ""
+            hint = ""
+            if stored > experts:
+                hint = f"; with --experts {experts} and --mtp keep it is cut to that"
+            logger.warning(
+                "the multi-token-prediction head %s is left out: it has %d experts, and the other "
+                "layers %d%s",
+                head.names.decoder_layer,
+                stored,
+                experts,
+                hint,
             )
-            text = (
-                "the multi-token-prediction head %s is left out: it has %d experts, and the "
-                "other layers %d%s"
-            )
-            logger.warning(text, head.names.decoder_layer, stored, experts, hint)
             return ()
     return heads
 
@@ -216,9 +236,9 @@ def kept_heads(model: OpenModel, modules: Iterable[str]) -> tuple[Head, ...]:
         return ()
     heads = find_heads(model)
     known = {head.named.name for head in heads}
-    if not known & outside:
-        return ()
     absent = sorted(known - outside)
+    if len(absent) == len(known):
+        return ()
     if absent:
         raise CompressionError(
             f"the plan has no entry for {absent[0]}; keep all multi-token-prediction heads or none"
@@ -240,8 +260,8 @@ def written_heads(folder: Path) -> tuple[str, ...]:
         if stored != experts:
             raise CompressionError(
                 f"{head.names.decoder_layer} has {stored} experts and the other layers {experts}, "
-                "which servers build "
-                f"with one number; compress it with --experts {min(stored, experts)} or --mtp drop"
+                "which servers build with one number; compress it with --experts "
+                f"{min(stored, experts)} or --mtp drop"
             )
         names += head.names.stored
     return tuple(names)
@@ -251,53 +271,14 @@ def stored_prefix(model: OpenModel, decoder_layer: str) -> str:
     """Return the prefix of the names of a decoder layer's stored tensors, up to and with its
     number."""
     number = f".{layer_number(decoder_layer)}."
-    names = [
-        name for name, role in model.layout.roles.items() if role.decoder_layer == decoder_layer
-    ]
-    starts = {name[: name.index(number) + len(number)] for name in names if number in name}
-    if len(starts) != 1 or not all(number in name for name in names):
+    starts = set[str]()
+    for name, role in model.layout.roles.items():
+        if role.decoder_layer == decoder_layer:
+            before, found, _ = name.partition(number)
+            starts.add(before + found)
+    if len(starts) != 1 or not min(starts).endswith(number):
         raise CompressionError(f"the stored tensors of {decoder_layer} have no prefix in common")
     return starts.pop()
-
-
-def _experts_of(model: OpenModel, names: HeadNames) -> int:
-    """Return the number of experts in a head's stored tensors; other tools may have cut the trunk
-    alone."""
-    numbers = {match[1] for match in map(ONE_EXPERT.search, names.block) if match}
-    if numbers:
-        return len(numbers)
-    shapes = (
-        model.checkpoint.tensors[names.prefix + name].shape
-        for name in names.block
-        if "experts." in name
-    )
-    return next((shape[0] for shape in shapes if len(shape) == 3), model.architecture.experts)
-
-
-def _head(model: OpenModel, names: HeadNames) -> Head:
-    """Return the head of these names, built like the last layer of the trunk whose tensors it has.
-
-    Quantised or in plain.
-    """
-    experts = _experts_of(model, names)
-    are_plain = all(model.checkpoint.tensors[names.prefix + name].is_plain for name in names.block)
-    kinds = dict[tuple[tuple[str, torch.Size], ...], str]()
-    for layer in reversed(model.architecture.layers):
-        shapes = _shapes(model.partial.model.get_submodule(layer.decoder_layer))
-        kinds.setdefault(tuple(shapes.items()), layer.decoder_layer)
-    reasons = []
-    for decoder_layer in kinds.values():
-        try:
-            return _built(
-                model,
-                names,
-                decoder_layer,
-                experts,
-                quantized=model.layout.quantized and not are_plain,
-            )
-        except CompressionError as error:
-            reasons.append(str(error))
-    raise CompressionError(f"{names.prefix}* is not understood: {reasons[0]}")
 
 
 def _built(model: OpenModel, names: HeadNames, like: str, experts: int, quantized: bool) -> Head:
@@ -309,8 +290,7 @@ def _built(model: OpenModel, names: HeadNames, like: str, experts: int, quantize
     if not quantized:
         raw.pop(SCALED, None)
         for node in (config, config.get_text_config()):
-            if hasattr(node, SCALED):
-                delattr(node, SCALED)
+            vars(node).pop(SCALED, None)
     stock = build_meta(config)
     kind = type(stock).__name__
     layer_names = decoder_layers(stock)
@@ -321,12 +301,12 @@ def _built(model: OpenModel, names: HeadNames, like: str, experts: int, quantize
         raise CompressionError(f"{kind} cannot be built with {like} alone")
     if type(embedding) is not nn.Embedding:
         raise CompressionError(f"{kind} does more than look up the embeddings of tokens")
+    modules = {module: f"{name}.weight" for name, module in stock.named_modules()}
     above = layer_names[0].rpartition(".")[0].rpartition(".")[0]
-    norms = list[str]()  # beside the list of decoder layers, with one vector alone
-    for name, child in stock.get_submodule(above).named_children():
-        dimensions = {key: value.dim() for key, value in child.named_parameters()}
-        if dimensions == {"weight": 1}:
-            norms.append(f"{above}.{name}".removeprefix("."))
+    norms = []  # beside the list of decoder layers, with one vector alone
+    for child in stock.get_submodule(above).children():
+        if {key: value.dim() for key, value in child.named_parameters()} == {"weight": 1}:
+            norms.append(modules[child])
     if len(norms) != 1:
         raise CompressionError(f"{kind} has {len(norms)} modules that could be its final norm")
     norm = norms[0]
@@ -335,15 +315,14 @@ def _built(model: OpenModel, names: HeadNames, like: str, experts: int, quantize
     # its own
     parts = names.parts
     stored = {target: name for name, target in model.partial.plain_keys.targets.items()}
-    modules = {module: f"{name}.weight" for name, module in stock.named_modules()}
     embedded = modules[embedding]
     head = modules.get(head_of(stock))
-    if head is None or f"{norm}.weight" not in stored or embedded not in stored:
+    if head is None or norm not in stored or embedded not in stored:
         raise CompressionError(
             f"{kind} has no language-model head, final norm or embedding to share"
         )
     view = {name: name for name, role in model.layout.roles.items() if role.decoder_layer == ""}
-    view[stored[f"{norm}.weight"]] = parts["norm"]
+    view[stored[norm]] = parts["norm"]
     view[stored.get(head, head)] = parts.get("output", stored.get(head, stored[embedded]))
     first = stored_prefix(model, like).removesuffix(f"{layer_number(like)}.") + "0."
     view |= {first + name: names.prefix + name for name in names.block}
@@ -362,16 +341,6 @@ def _built(model: OpenModel, names: HeadNames, like: str, experts: int, quantize
     )
     if quantized:
         verify_quantized(opened)
-    _refuse_odd(opened, names, model, experts)
-    return Head(names, opened, norm, parts.get("embedding", stored[embedded]), model.checkpoint)
-
-
-def _shapes(layer: nn.Module) -> dict[str, torch.Size]:
-    return {key: value.shape for key, value in layer.state_dict().items()}
-
-
-def _refuse_odd(opened: OpenModel, names: HeadNames, model: OpenModel, experts: int) -> None:
-    """Refuse a head whose layer or projection cannot be run or cut."""
     layers = opened.architecture.layers
     if len(layers) != 1 or layers[0].tables or layers[0].experts != experts:
         raise CompressionError(
@@ -380,11 +349,17 @@ def _refuse_odd(opened: OpenModel, names: HeadNames, model: OpenModel, experts: 
     width = int(model.partial.model.get_input_embeddings().weight.shape[1])
     wanted = {"projection": (width, 2 * width), "embedding_norm": (width,), "hidden_norm": (width,)}
     for part, shape in wanted.items():
-        info = model.checkpoint.tensors[names.parts[part]]
+        info = model.checkpoint.tensors[parts[part]]
         if info.shape != shape or not info.is_plain:
             raise CompressionError(
                 f"tensor {info.name!r} is {info.dtype} {list(info.shape)}, not plain {list(shape)}"
             )
+    norm = norm.removesuffix(".weight")
+    return Head(names, opened, norm, parts.get("embedding", stored[embedded]), model.checkpoint)
+
+
+def _shapes(layer: nn.Module) -> dict[str, torch.Size]:
+    return {key: value.shape for key, value in layer.state_dict().items()}
 
 
 def _one_layer(config: Any, count: int, like: str) -> Any:
@@ -442,7 +417,6 @@ class MtpStage(LayerVisitor):
         computing all logits."""
         model = self.model.partial.model
         following = self.following
-        modules = dict(model.named_modules())
         embedded = model.get_input_embeddings()
         head = head_of(model)
         assert head is not None  # or there were no head to share it with
@@ -464,7 +438,7 @@ class MtpStage(LayerVisitor):
                 self.choices[batch] = chosen.view(hidden.shape[:2]).cpu()
             return hidden[..., :0]
 
-        name = next(name for name, module in modules.items() if module is embedded)
+        name = next(name for name, module in model.named_modules() if module is embedded)
         if self.head is not None:
             model.set_submodule(name, _Rows(self.table))
         head.forward = take
@@ -490,8 +464,7 @@ def mtp_stages(
         if shortest < 3:
             raise CompressionError(
                 f"a multi-token-prediction head cannot be planned on sequences of {shortest} "
-                "tokens; give a larger "
-                "--sequence-length, or --mtp drop"
+                "tokens; give a larger --sequence-length, or --mtp drop"
             )
         sizes = [batch.numel() for batch in tokens]
         numbers = zip(torch.arange(sum(sizes)).split(sizes), tokens, strict=True)
@@ -511,25 +484,20 @@ def _projection(head: Head) -> Callable[[Tensor, Tensor], Tensor]:
     Its norms and its matrix [H, 2H] are loaded; the embedding is read row by row.
     """
     partial = head.model.partial
-    parts = head.names.parts
-    checkpoint = head.checkpoint
-
-    def loaded(part: str) -> Tensor:
-        return checkpoint.read_checked(parts[part]).to(partial.device, partial.dtype)
-
-    def norm(part: str) -> nn.Module:
-        module: nn.Module = copy.deepcopy(partial.model.get_submodule(head.norm))
-        module.weight = nn.Parameter(loaded(part), requires_grad=False)
-        return module
-
-    table = checkpoint.read_checked(head.embedding)
-    weight = loaded("projection")
-    embedding_norm = norm("embedding_norm")
-    hidden_norm = norm("hidden_norm")
+    table = head.checkpoint.read_checked(head.embedding)
+    weights = {}
+    norms: dict[str, Any] = {}
+    for part in ("projection", "embedding_norm", "hidden_norm"):
+        stored = head.checkpoint.read_checked(head.names.parts[part])
+        weights[part] = stored.to(partial.device, partial.dtype)
+        if part != "projection":
+            norms[part] = copy.deepcopy(partial.model.get_submodule(head.norm))
+            norms[part].weight = nn.Parameter(weights[part], requires_grad=False)
 
     def project(tokens: Tensor, hidden: Tensor) -> Tensor:
         looked_up = embedding(tokens.to(table.device), table).to(hidden.device, hidden.dtype)
-        return linear(torch.cat([embedding_norm(looked_up), hidden_norm(hidden)], dim=-1), weight)
+        pairs = [norms["embedding_norm"](looked_up), norms["hidden_norm"](hidden)]
+        return linear(torch.cat(pairs, dim=-1), weights["projection"])
 
     return project
 
@@ -537,11 +505,11 @@ def _projection(head: Head) -> Callable[[Tensor, Tensor], Tensor]:
 def agreement(trunk: MtpStage, head: MtpStage) -> Tensor:
     """Return [agreed, positions]: the number of positions where head and trunk have the same
     argmax, and of all."""
-    agreed = positions = 0
+    counts = torch.zeros(2, dtype=torch.long)
     for batch, chosen in head.choices.items():
-        agreed += int((trunk.choices[batch][:, -chosen.shape[1] :] == chosen).sum())
-        positions += chosen.numel()
-    return torch.tensor([agreed, positions])
+        agreed = trunk.choices[batch][:, -chosen.shape[1] :] == chosen
+        counts += torch.tensor([agreed.sum(), agreed.numel()])
+    return counts
 
 
 def acceptances(model: OpenModel, heads: Sequence[Head], batches: Sequence[Tensor]) -> list[Tensor]:

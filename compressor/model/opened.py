@@ -92,19 +92,13 @@ class OpenModel:
         partial = PartialModel(checkpoint, config, dtype, device)
         architecture = discover(config, partial.model)
         if partial.ties_nothing:
-            flags = {
-                name: node for name, node in checkpoint.raw_config.items() if isinstance(node, dict)
-            }
-            paths = [TIED, *(f"{name}.{TIED}" for name, node in flags.items() if node.get(TIED))]
+            paths = [TIED]
+            for name, node in checkpoint.raw_config.items():
+                if isinstance(node, dict) and node.get(TIED):
+                    paths.append(f"{name}.{TIED}")
             architecture = replace(architecture, written=dict.fromkeys(paths, False))
-        return cls(
-            source,
-            checkpoint,
-            config,
-            architecture,
-            partial,
-            find_layout(checkpoint, architecture, partial),
-        )
+        layout = find_layout(checkpoint, architecture, partial)
+        return cls(source, checkpoint, config, architecture, partial, layout)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -130,19 +124,17 @@ class OpenModel:
     @property
     def is_split(self) -> bool:
         """True if each expert of the stored model is seen as several."""
-        return (
-            self.whole is not None and self.whole.architecture.experts != self.architecture.experts
-        )
+        whole = self.whole
+        return whole is not None and whole.architecture.experts != self.architecture.experts
 
     @property
     def largest_layer(self) -> int:
         """Bytes of the largest decoder layer in the dtype for computing."""
-        sizes = dict.fromkeys(self.architecture.decoder_layers, 0)
-        for decoder_layer in sizes:
-            sizes[decoder_layer] = sum(
-                self.partial.empty[key].nbytes for key in self.partial.keys_under(decoder_layer)
-            )
-        return max(sizes.values())
+        sizes = list[int]()
+        for decoder_layer in self.architecture.decoder_layers:
+            keys = self.partial.keys_under(decoder_layer)
+            sizes.append(sum(self.partial.empty[key].nbytes for key in keys))
+        return max(sizes)
 
     @property
     def vocabulary(self) -> int:
@@ -191,7 +183,13 @@ def open_checkpoint(
     opened = OpenModel.of(
         source, checkpoint, config, pick_dtype(dtype, config, checkpoint), pick_device(device)
     )
-    opened.partial.refuse_gaps()
+    missing = opened.partial.missing
+    if missing:  # which stock transformers would draw at random
+        raise CompressionError(
+            f"{source.folder} lacks {len(missing)} tensors that "
+            f"{opened.architecture.model_class} needs, such as {missing[0]!r}; download or save it "
+            "again"
+        )
     return opened
 
 
@@ -208,9 +206,8 @@ def fits(model: OpenModel, promised: int = 0) -> bool:
     """Return True if a model can stay on its device, beside `promised` bytes of another model and
     two layers."""
     budget = memory_budget(model.partial.device)
-    return (
-        budget is not None and model.partial.nbytes + promised + 2 * model.largest_layer <= budget
-    )
+    needed = model.partial.nbytes + promised + 2 * model.largest_layer
+    return budget is not None and needed <= budget
 
 
 def memory_budget(device: torch.device) -> float | None:
@@ -225,7 +222,7 @@ def memory_budget(device: torch.device) -> float | None:
 def how_resident(model: OpenModel) -> str:
     """Return a sentence on the device and memory of a model."""
     partial = model.partial
-    free = free_memory(model.partial.device)
+    free = free_memory(partial.device)
     if partial.resident:
         return f"keeping {human_bytes(partial.nbytes)} on {partial.device}"
     known = "" if free is None else f", {human_bytes(free)} free"
@@ -248,8 +245,7 @@ def refuse_shared_experts(model: OpenModel) -> None:
     if shared:
         raise CompressionError(
             f"{shared} shares its experts with another layer, so it cannot be compressed in "
-            "order; use --correct none "
-            "and leave out --sequential"
+            "order; use --correct none and leave out --sequential"
         )
 
 
@@ -257,6 +253,7 @@ def served_model(model: OpenModel) -> Served:
     """Return an opened model as servers see it."""
     layer = model.architecture.layers[0]
     stock = model.partial.model
+    experts = stock.get_submodule(layer.name)
     head = getattr(head_of(stock), "weight", None)
     tied = {*model.partial.tied, *model.partial.tied.values()}
     quantization = model.checkpoint.quantization
@@ -271,7 +268,7 @@ def served_model(model: OpenModel) -> Served:
         model.architecture.family,
         layer.experts,
         layer.top_k,
-        width_of(stock.get_submodule(layer.name)),
+        width_of(experts),
         groups=layer.routing_groups,
         chosen_groups=layer.chosen_groups,
         # beside the bias of its logits
@@ -279,7 +276,7 @@ def served_model(model: OpenModel) -> Served:
         tied=any(stock.get_parameter_or_buffer(key) is head for key in tied),
         quantization=str(quantization.get("quant_method")) if quantization else "",
         block=blocks[0] if isinstance(blocks, list) and blocks else 0,
-        aligned=fills_rows(stock.get_submodule(layer.name), dtype.itemsize),
+        aligned=fills_rows(experts, dtype.itemsize),
     )
 
 
@@ -305,14 +302,12 @@ def load_whole(folder: Path, kind: Any = AutoModelForCausalLM, **settings: Any) 
         return partial.model
     settings["config"] = load_config(folder)  # without names of kernels
     model, info = kind.from_pretrained(str(folder), output_loading_info=True, **settings)
-    absent = sorted(info["missing_keys"]) + sorted(
-        str(entry[0]) for entry in info["mismatched_keys"]
-    )
+    absent = sorted(info["missing_keys"])
+    absent += sorted(str(entry[0]) for entry in info["mismatched_keys"])
     if absent:
         raise CompressionError(
             f"{folder.name} lacks {len(absent)} tensors that its config asks for, such as "
-            f"{absent[0]!r}; "
-            "download or write it again"
+            f"{absent[0]!r}; download or write it again"
         )
     run_any_rows(model)
     return model

@@ -3,8 +3,6 @@ out."""
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -38,29 +36,20 @@ def naming_code(folder: Path) -> list[Path]:
     return [path for path in configs if NAMED.search(path.read_bytes())]
 
 
-@contextmanager
-def stock_folder(folder: Path) -> Iterator[Path]:
-    """Yield a copy of a folder, without weights, whose configs name no code; the folder itself if
-    none does."""
-    configs = naming_code(folder)
-    if not configs:
-        yield folder
-        return
-    with TemporaryDirectory() as name:
-        scratch = Path(name)
-        for path in (*folder.glob("*"), *folder.glob(f"{TEMPLATES}/*.jinja")):
-            copy = scratch / path.relative_to(folder)
-            if path in configs:
-                copy.write_bytes(json_bytes(without_code(read_object(path))))
-            elif path.is_file() and path.suffix != ".safetensors":
-                copy.parent.mkdir(exist_ok=True)
-                copy.symlink_to(path.resolve())
-        yield scratch
-
-
 def load_stock(kind: str, folder: Path) -> Any:
     """Load a tokenizer or processor from a folder by the transformers class of this name, without
     its own code."""
-    with quiet_transformers(), stock_folder(folder) as plain:
+    configs = naming_code(folder)
+    with quiet_transformers(), TemporaryDirectory() as name:
+        plain = folder
+        if configs:  # a copy of the folder, without weights, whose configs name no code
+            plain = Path(name)
+            for path in (*folder.glob("*"), *folder.glob(f"{TEMPLATES}/*.jinja")):
+                copy = plain / path.relative_to(folder)
+                if path in configs:
+                    copy.write_bytes(json_bytes(without_code(read_object(path))))
+                elif path.is_file() and path.suffix != ".safetensors":
+                    copy.parent.mkdir(exist_ok=True)
+                    copy.symlink_to(path.resolve())
         # None would ask
         return getattr(transformers, kind).from_pretrained(str(plain), trust_remote_code=False)

@@ -73,15 +73,15 @@ def router_weight(layer: MoeLayer) -> str:
 
     Raises `CompressionError` for a router that has none, or several.
     """
-    inside = [tensor for tensor in layer.tensors if tensor.key.startswith(f"{layer.router}.")]
-    matrices = [
-        tensor.key for tensor in inside if tensor.dim == 0 and tensor.key.endswith("weight")
-    ]
+    matrices = []
+    for tensor in layer.tensors:
+        inside = tensor.key.startswith(f"{layer.router}.")
+        if inside and tensor.dim == 0 and tensor.key.endswith("weight"):
+            matrices.append(tensor.key)
     if len(matrices) != 1:
         raise CompressionError(
             f"{layer.router} has {len(matrices)} matrices with a row for each expert where one is "
-            "needed, so its "
-            "logits cannot be moved; leave out what moves them"
+            "needed, so its logits cannot be moved; leave out what moves them"
         )
     return matrices[0]
 
@@ -104,8 +104,7 @@ def watched(
         if not watch.seen:
             raise CompressionError(
                 f"{layer.router} computes its logits by no matrix product, so they cannot be "
-                "moved; leave out what "
-                "moves them"
+                "moved; leave out what moves them"
             )
         return output
 

@@ -1,13 +1,12 @@
 """Advice on servers: which of them run a model at full speed, and the nearest number of experts
 that suits all.
 
-Every rule names the place in the server's source that it comes from. E is the number of routed
-experts in a layer, K the top-k, I the width of an expert (its neurons), n_group the number of
-routing groups, and topk_group how many of them a token may use."""
+`RULES` is what servers did at the version and on the day that a rule names. E is the number of
+routed experts in a layer, K the top-k, I the width of an expert (its neurons), n_group the number
+of routing groups, and topk_group how many of them a token may use."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Literal, NamedTuple
 
 from compressor.formatting import joined
@@ -24,10 +23,14 @@ Evidence = Literal["read", "run", "reported"]  # in the source, seen in a run, o
 
 LLAMA_CPP = "llama.cpp"
 TRANSFORMERS = "transformers"
+# server, version, and the day on which its source was read
+VLLM = ("vLLM", "0.32.0", "2026-11-22")
+SGLANG = ("SGLang", "0.5.23", "2026-11-22")
+FLASHINFER = ("FlashInfer", "0.6.18 (fb28d7242)", "2026-11-22")
+LLAMA = (LLAMA_CPP, "0c1e57098", "2026-11-22")
 SIZES = (2, 4, 8)  # common sizes of expert or tensor parallelism
 TO_512 = frozenset(2**power for power in range(10))
 VLLM_KERNELS = TO_512 | {192, 320, 384, 448, 576}
-LLAMA_CUDA = TO_512 | {288, 576}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class Rule:
 
     server: str
     version: str
+    date: str  # on which the source was read
     source: str  # a path in the server's repository, or an issue
     effect: Effect
     about: About
@@ -83,136 +87,41 @@ class Rule:
     evidence: Evidence = "read"
 
 
-def breach_text(rule: Rule, model: Served) -> str:
-    """Return the sentence on how the server treats a model that breaks the rule."""
-    return rule.says.format(
-        **asdict(model),
-        uneven=_sizes(model.uneven),
-        even=_possible(size for size in SIZES if model.experts % size == 0),
-        cut_blocks=_sizes(model.cut_blocks),
-        whole_blocks=_possible(size for size in SIZES if size not in model.cut_blocks),
-    )
-
-
-def _sizes(sizes: Iterable[int]) -> str:
-    return joined([str(size) for size in sizes])
-
-
-def _possible(sizes: Iterable[int]) -> str:
-    dividing = _sizes(sizes)
-    return f" (over {dividing} it can)" if dividing else ""
-
-
-def _families(names: str) -> Condition:
+def families(names: str) -> Condition:
     return Condition(names, lambda model: model.family in names.split(", "))
 
 
-def _width_multiple(of: int) -> Condition:
+def width_multiple(of: int) -> Condition:
     return Condition(f"I is a multiple of {of}", lambda model: model.width % of == 0)
 
 
-# Models that a rule concerns.
+def two_a_group(model: Served) -> bool:
+    return model.experts % model.groups == 0 and model.experts >= 2 * model.groups
+
+
+# conditions of several rules
 ALL = Condition("all", lambda model: True)
 GROUPS = Condition("routing groups", lambda model: model.groups > 1)
 BIASED_GROUPS = Condition(
     "routing groups with a selection bias", lambda model: model.groups > 1 and model.selection_bias
 )
-VLLM_ROUTER = Condition(
-    "softmax or sigmoid, no routing groups",
-    lambda model: model.groups == 1 and model.family != "deepseek_v4",
-)
-AITER_ROUTER = Condition(
-    "softmax, no routing groups, on AMD",
-    lambda model: model.groups == 1 and not model.selection_bias,
-)
-LLAMA_ROUTER = Condition("no routing groups, on CUDA", lambda model: model.groups == 1)
-GPT_OSS = Condition(
-    "gpt_oss in MXFP4", lambda model: model.family == "gpt_oss" and model.quantization == "mxfp4"
-)
-TRTLLM = Condition(
-    "not quantised, FlashInfer's TRT-LLM kernel", lambda model: not model.quantization
-)
-AMD = TRTLLM._replace(words="not quantised, on AMD")
 FP8_BLOCKS = Condition(
     "FP8 in blocks", lambda model: model.quantization == "fp8" and model.block > 0
 )
 FP8_KERNEL = FP8_BLOCKS._replace(words="FP8 (TRT-LLM kernel)")
-MARLIN = ALL._replace(words="Marlin kernels (4-bit weights)")
-K_QUANTS = ALL._replace(words="K-quants and I-quants")
-DEEPSEEK_V4 = _families("deepseek_v4")
-TENSOR_PARALLEL = _families(
+TENSOR_PARALLEL = families(
     "cohere2_moe, exaone_moe, laguna, lfm2_moe, minimax_m2, qwen2_moe, qwen3_moe"
 )
-VLLM_TIES = _families(
-    "afmoe, deepseek_v2, deepseek_v3, glm4_moe, gpt_oss, jamba, minimax_m2, nemotron_h, olmoe, "
-    "qwen3_next"
-)
-LLAMA_HEADS = _families(
-    "deepseek_v4, dots1, exaone_moe, gpt_oss, kimi_linear, mellum, minimax_m2, olmoe, phimoe, "
-    "qwen2_moe"
-)
-
-# Requirements.
-TWO_A_GROUP = Condition(
-    "E is a multiple of n_group and at least two experts a group",
-    lambda model: model.experts % model.groups == 0 and model.experts >= 2 * model.groups,
-)
-ABOVE_GROUPS = TWO_A_GROUP._replace(words="E is a multiple of n_group and above it")
 DIVISIBLE = Condition(
     "E is a multiple of the size of expert parallelism", lambda model: not model.uneven
 )
 SPREAD = Condition(
     "E is at least the size of tensor parallelism", lambda model: model.experts >= max(SIZES)
 )
-VLLM_COUNTS = Condition(
-    "E is a power of two up to 512, or on CUDA 192, 320, 384, 448 or 576",
-    lambda model: model.experts in VLLM_KERNELS,
-)
-V4_COUNTS = VLLM_COUNTS._replace(
-    words="E is a power of two up to 512, or 192, 320, 384, 448 or 576"
-)
-AITER_COUNTS = Condition("E is a power of two up to 512", lambda model: model.experts in TO_512)
-LLAMA_COUNTS = Condition(
-    "E is a power of two up to 512, 288 or 576", lambda model: model.experts in LLAMA_CUDA
-)
-LLAMA_MOST = Condition(
-    "E is at most 1,024 (512 in versions before)", lambda model: model.experts <= 1024
-)
-SGLANG_COUNTS = Condition(
-    "E is a power of two, with at most 32 experts a group and 128 in the groups of a token",
-    lambda model: (
-        model.experts & (model.experts - 1) == 0
-        and model.experts <= 32 * model.groups
-        and model.experts * model.chosen_groups <= 128 * model.groups
-    ),
-)
-FP8_COUNTS = Condition(
-    "E is a multiple of 4, at most 512 and above K",
-    lambda model: model.experts % 4 == 0 and model.top_k < model.experts <= 512,
-)
-FP8_TOP_K = Condition(
-    "K is at most 32; with routing groups at most 8, or 22 where E is above 384",
-    lambda model: model.top_k <= (32 if model.groups == 1 else 8 if model.experts <= 384 else 22),
-)
-TOP_8 = Condition("K is at most 8", lambda model: model.top_k <= 8)
-TOP_32 = Condition(
-    "K and n_group are at most 32", lambda model: model.top_k <= 32 and model.groups <= 32
-)
-BLOCKS = Condition("I is a multiple of the block", lambda model: model.width % model.block == 0)
 WHOLE_BLOCKS = Condition(
     "I is a multiple of the block on each of 2, 4 and 8 GPUs", lambda model: not model.cut_blocks
 )
-ALIGNED = Condition(
-    "I and the hidden size in bytes are multiples of 16", lambda model: model.aligned
-)
-WIDTH_64, WIDTH_128, WIDTH_256 = map(_width_multiple, (64, 128, 256))
 UNTIED = Condition("the head is not tied to the embeddings", lambda model: not model.tied)
-
-
-_vllm = partial(Rule, "vLLM", "0.32.0")
-_sglang = partial(Rule, "SGLang", "0.5.23")
-_flashinfer = partial(Rule, "FlashInfer", "0.6.18 (fb28d7242)")
-_llama = partial(Rule, LLAMA_CPP, "0c1e57098")
 CUT_BLOCKS = (
     "cuts FP8 blocks of {block} with tensor parallelism over {cut_blocks} GPUs{whole_blocks}"
 )
@@ -221,52 +130,72 @@ RULES = (
     Rule(
         TRANSFORMERS,
         "5.23",
+        "2026-11-29",
         "integrations/moe.py (grouped_mm)",
         "fails",
         "width",
         ALL,
-        ALIGNED,
+        Condition(
+            "I and the hidden size in bytes are multiples of 16", lambda model: model.aligned
+        ),
         'runs experts of {width} neurons only with experts_implementation="eager", as their rows '
         "do not fill 16 bytes",
-        evidence="run",
+        "run",
     ),
-    _vllm(
+    Rule(
+        *VLLM,
         "vllm/model_executor/layers/fused_moe/router/grouped_topk_router.py",
         "wrong",
         "experts",
         GROUPS,
-        TWO_A_GROUP,
+        Condition("E is a multiple of n_group and at least two experts a group", two_a_group),
         "chooses among {experts} experts without their routing groups, in silence",
     ),
     Rule(
         "vLLM",
         "085c812b2",
+        "2026-11-22",
         "csrc/libtorch_stable/moe/topk_softmax_kernels.cu",
         "slower",
         "experts",
-        VLLM_ROUTER,
-        VLLM_COUNTS,
+        Condition(
+            "softmax or sigmoid, no routing groups",
+            lambda model: model.groups == 1 and model.family != "deepseek_v4",
+        ),
+        Condition(
+            "E is a power of two up to 512, or on CUDA 192, 320, 384, 448 or 576",
+            lambda model: model.experts in VLLM_KERNELS,
+        ),
         "routes among {experts} experts by a slower kernel",
     ),
     Rule(
         "vLLM",
         "0d8909899",
+        "2026-11-22",
         "csrc/libtorch_stable/moe/topk_softplus_sqrt_kernels.cu; issue 51521, PR 50982 (open)",
         "fails",
         "experts",
-        DEEPSEEK_V4,
-        V4_COUNTS,
+        families("deepseek_v4"),
+        Condition(
+            "E is a power of two up to 512, or 192, 320, 384, 448 or 576",
+            lambda model: model.experts in VLLM_KERNELS,
+        ),
         "has no router kernel for {experts} experts of DeepSeek-V4 and ends with an error",
     ),
-    _vllm(
+    Rule(
+        *VLLM,
         "vllm/model_executor/models/gpt_oss.py",
         "wrong",
         "experts",
-        GPT_OSS,
+        Condition(
+            "gpt_oss in MXFP4",
+            lambda model: model.family == "gpt_oss" and model.quantization == "mxfp4",
+        ),
         DIVISIBLE,
         "leaves the last of {experts} experts out with expert parallelism over {uneven} GPUs{even}",
     ),
-    _vllm(
+    Rule(
+        *VLLM,
         "vllm/model_executor/models/qwen3_moe.py and others",
         "fails",
         "experts",
@@ -274,23 +203,30 @@ RULES = (
         SPREAD,
         "takes no tensor parallelism over more GPUs than the {experts} experts",
     ),
-    _vllm(
+    Rule(
+        *VLLM,
         "vllm/model_executor/layers/fused_moe/oracle/unquantized.py",
         "slower",
         "width",
-        TRTLLM,
-        WIDTH_128,
+        Condition(
+            "not quantised, FlashInfer's TRT-LLM kernel", lambda model: not model.quantization
+        ),
+        width_multiple(128),
         "pads experts of {width} neurons to a multiple of 128",
     ),
-    _vllm(
+    Rule(
+        *VLLM,
         "vllm/model_executor/layers/quantization/utils/fp8_utils.py",
         "fails",
         "width",
         FP8_BLOCKS,
-        BLOCKS,
+        Condition("I is a multiple of the block", lambda model: model.width % model.block == 0),
         "refuses experts of {width} neurons in FP8 blocks of {block}",
     ),
-    _vllm(
+    Rule(
+        "vLLM",
+        "0.32.0",
+        "2026-11-29",
         "vllm/model_executor/layers/quantization/utils/fp8_utils.py (validate_fp8_block_shape)",
         "fails",
         "width",
@@ -298,32 +234,41 @@ RULES = (
         WHOLE_BLOCKS,
         CUT_BLOCKS,
     ),
-    _vllm(
+    Rule(
+        *VLLM,
         "vllm/model_executor/layers/quantization/utils/marlin_utils.py",
         "slower",
         "width",
-        MARLIN,
-        WIDTH_64,
+        Condition("Marlin kernels (4-bit weights)", lambda model: True),
+        width_multiple(64),
         "pads experts of {width} neurons to a multiple of 64 once they are quantised for Marlin",
     ),
-    _vllm(
+    Rule(
+        *VLLM,
         "vllm/model_executor/layers/fused_moe/router/grouped_topk_router.py",
         "slower",
         "top-k",
         BIASED_GROUPS,
-        TOP_32,
+        Condition(
+            "K and n_group are at most 32", lambda model: model.top_k <= 32 and model.groups <= 32
+        ),
         "routes a grouped top-{top_k} by slower code",
     ),
-    _vllm(
+    Rule(
+        *VLLM,
         "vllm/model_executor/models/olmoe.py and others",
         "wrong",
         "head",
-        VLLM_TIES,
+        families(
+            "afmoe, deepseek_v2, deepseek_v3, glm4_moe, gpt_oss, jamba, minimax_m2, nemotron_h, "
+            "olmoe, qwen3_next"
+        ),
         UNTIED,
         "does not know that the head is tied to the embeddings and answers uniformly, in silence",
-        evidence="run",
+        "run",
     ),
-    _sglang(
+    Rule(
+        *SGLANG,
         "python/sglang/srt/layers/moe/fused_moe_triton/layer.py",
         "fails",
         "experts",
@@ -331,16 +276,20 @@ RULES = (
         DIVISIBLE,
         "cannot spread {experts} experts over {uneven} GPUs with expert parallelism{even}",
     ),
-    _sglang(
+    Rule(
+        "SGLang",
+        "0.5.23",
+        "2026-11-29",
         "python/sglang/srt/layers/quantization/fp8.py",
         "fails",
         "width",
         FP8_BLOCKS,
         WHOLE_BLOCKS,
         CUT_BLOCKS,
-        evidence="reported",
+        "reported",
     ),
-    _sglang(
+    Rule(
+        *SGLANG,
         "python/sglang/srt/models/qwen3_moe.py and others",
         "fails",
         "experts",
@@ -348,100 +297,137 @@ RULES = (
         SPREAD,
         "takes no tensor parallelism over more GPUs than the {experts} experts",
     ),
-    _sglang(
+    Rule(
+        *SGLANG,
         "python/sglang/srt/layers/moe/topk.py",
         "slower",
         "experts",
         BIASED_GROUPS,
-        SGLANG_COUNTS,
+        Condition(
+            "E is a power of two, with at most 32 experts a group and 128 in the groups of a token",
+            lambda model: (
+                model.experts & (model.experts - 1) == 0
+                and model.experts <= 32 * model.groups
+                and model.experts * model.chosen_groups <= 128 * model.groups
+            ),
+        ),
         "does not use FlashInfer's router kernel for {experts} experts, but its own",
     ),
-    _sglang(
+    Rule(
+        *SGLANG,
         "python/sglang/srt/layers/moe/topk.py",
         "slower",
         "top-k",
         BIASED_GROUPS,
-        TOP_8,
+        Condition("K is at most 8", lambda model: model.top_k <= 8),
         "does not use FlashInfer's router kernel for a top-{top_k}, but its own",
     ),
-    _sglang(
+    Rule(
+        *SGLANG,
         "python/sglang/srt/layers/quantization/unquant.py",
         "slower",
         "width",
-        AMD,
-        WIDTH_128,
+        Condition("not quantised, on AMD", lambda model: not model.quantization),
+        width_multiple(128),
         "does not use aiter's kernels for experts of {width} neurons on AMD",
     ),
-    _flashinfer(
+    Rule(
+        *FLASHINFER,
         "csrc/trtllm_fused_moe_kernel_launcher.cu; vLLM's fused_moe/experts/trtllm_fp8_moe.py",
         "fails",
         "experts",
         FP8_KERNEL,
-        FP8_COUNTS,
+        Condition(
+            "E is a multiple of 4, at most 512 and above K",
+            lambda model: model.experts % 4 == 0 and model.top_k < model.experts <= 512,
+        ),
         "takes no {experts} experts in its FP8 kernel",
     ),
-    _flashinfer(
+    Rule(
+        *FLASHINFER,
         "csrc/trtllm_fused_moe_kernel_launcher.cu",
         "fails",
         "top-k",
         FP8_KERNEL,
-        FP8_TOP_K,
+        Condition(
+            "K is at most 32; with routing groups at most 8, or 22 where E is above 384",
+            lambda model: (
+                model.top_k <= (32 if model.groups == 1 else 8 if model.experts <= 384 else 22)
+            ),
+        ),
         "takes no top-{top_k} of {experts} experts in its FP8 kernel",
     ),
     Rule(
         "aiter",
         "0.1.20 (e4048607a)",
+        "2026-11-22",
         "csrc/kernels/topk_softmax_kernels.cu",
         "slower",
         "experts",
-        AITER_ROUTER,
-        AITER_COUNTS,
+        Condition(
+            "softmax, no routing groups, on AMD",
+            lambda model: model.groups == 1 and not model.selection_bias,
+        ),
+        Condition("E is a power of two up to 512", lambda model: model.experts in TO_512),
         "routes among {experts} experts by a slower kernel",
     ),
-    _llama(
+    Rule(
+        *LLAMA,
         "src/llama-hparams.h (LLAMA_MAX_EXPERTS), src/llama-model.cpp",
         "fails",
         "experts",
         ALL,
-        LLAMA_MOST,
+        Condition(
+            "E is at most 1,024 (512 in versions before)", lambda model: model.experts <= 1024
+        ),
         "loads no more than 1,024 experts a layer",
     ),
-    _llama(
+    Rule(
+        *LLAMA,
         "src/llama-model.cpp",
         "fails",
         "experts",
         GROUPS,
-        ABOVE_GROUPS,
+        Condition("E is a multiple of n_group and above it", two_a_group),
         "refuses {experts} experts in this many routing groups",
     ),
-    _llama(
+    Rule(
+        *LLAMA,
         "ggml/src/ggml-cuda/topk-moe.cu",
         "slower",
         "experts",
-        LLAMA_ROUTER,
-        LLAMA_COUNTS,
+        Condition("no routing groups, on CUDA", lambda model: model.groups == 1),
+        Condition(
+            "E is a power of two up to 512, 288 or 576",
+            lambda model: model.experts in TO_512 | {288, 576},
+        ),
         "routes among {experts} experts by slower kernels on CUDA",
     ),
-    _llama(
+    Rule(
+        *LLAMA,
         "src/llama-quant.cpp (tensor_type_fallback)",
         "larger",
         "width",
-        K_QUANTS,
-        WIDTH_256,
+        Condition("K-quants and I-quants", lambda model: True),
+        width_multiple(256),
         "quantises down projections of {width} columns to its 32-blocks or f16 instead of K-quants",
     ),
-    _llama(
+    Rule(
+        *LLAMA,
         "src/models/olmoe.cpp and others",
         "fails",
         "head",
-        LLAMA_HEADS,
+        families(
+            "deepseek_v4, dots1, exaone_moe, gpt_oss, kimi_linear, mellum, minimax_m2, olmoe, "
+            "phimoe, qwen2_moe"
+        ),
         UNTIED,
         "wants a head of its own, where this model ties it to the embeddings",
-        evidence="run",
+        "run",
     ),
 )
-# Formats of compressed-tensors in which servers load experts; checkpoint/loader_fault.py asks
-# transformers itself.
+# formats of compressed-tensors in which servers load experts, read on 2026-11-25;
+# checkpoint/loader_fault.py asks transformers itself
 FORMATS: Mapping[str, tuple[str, ...]] = {
     # vllm/model_executor/layers/quantization/compressed_tensors/compressed_tensors_moe/
     # compressed_tensors_moe.py:
@@ -452,10 +438,9 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
     # (get_moe_scheme): WNA16 and FP8; NVFP4 with activations as they are from 0.5.22 on
     "sglang": ("fp8", "int8", "int4", "nvfp4"),
     # conversion/base.py (dequant_model, _generate_nvfp4_tensors), which dequantises: no MXFP4, no 3
-    # bits, NVFP4 of experts only under some names, and integers only in groups (GROUPED)
+    # bits, NVFP4 of experts only under some names, and integers only in groups
     "llama.cpp": ("fp8", "int8", "int4", "int2"),
 }
-GROUPED = (LLAMA_CPP,)
 NAMES = {"vllm": "vLLM", "sglang": "SGLang", LLAMA_CPP: "llama.cpp's converter"}
 SERVERS = tuple(dict.fromkeys(rule.server for rule in RULES if rule.server != TRANSFORMERS))
 
@@ -465,7 +450,7 @@ def loaders(scheme: str, by_row: bool) -> list[str]:
     return [
         NAMES[server]
         for server, schemes in FORMATS.items()
-        if scheme in schemes and not (by_row and scheme.startswith("int") and server in GROUPED)
+        if scheme in schemes and not (by_row and scheme.startswith("int") and server == LLAMA_CPP)
     ]
 
 
@@ -496,6 +481,19 @@ class Advice:
     nearest: int | None
 
 
+def breach_text(rule: Rule, model: Served) -> str:
+    """Return the sentence on how the server treats a model that breaks the rule."""
+    words = asdict(model)
+    for name, sizes, possible, others in (
+        ("uneven", model.uneven, "even", [size for size in SIZES if model.experts % size == 0]),
+        ("cut_blocks", model.cut_blocks, "whole_blocks", {*SIZES} - {*model.cut_blocks}),
+    ):
+        words[name] = joined([str(size) for size in sizes])
+        dividing = joined([str(size) for size in sorted(others)])
+        words[possible] = f" (over {dividing} it can)" if dividing else ""
+    return rule.says.format(**words)
+
+
 def broken(model: Served) -> tuple[Rule, ...]:
     """Return the rules that a model breaks."""
     return tuple(rule for rule in RULES if rule.whom.holds(model) and not rule.needs.holds(model))
@@ -517,39 +515,35 @@ def advise(model: Served, counts: Iterable[int] = ()) -> Advice:
     servers = {breach.server for breach in breaches}
     full_speed = tuple(server for server in SERVERS if server not in servers)
 
-    def suits(count: int) -> bool:
-        return all(rule.about != "experts" for rule in broken(replace(model, experts=count)))
-
-    suitable = filter(suits, (model.experts, *counts))
-    nearest = min(suitable, key=lambda count: (abs(count - model.experts), -count), default=None)
+    by_distance = sorted(
+        {model.experts, *counts}, key=lambda count: (abs(count - model.experts), -count)
+    )
+    nearest = None
+    for count in by_distance:
+        if all(rule.about != "experts" for rule in broken(replace(model, experts=count))):
+            nearest = count
+            break
     return Advice(model.experts, model.top_k, model.width, full_speed, breaches, nearest)
 
 
 def servers_in_words(advice: Advice) -> str:
     """Return the servers that run a model at full speed, and the others by their worst effect, on
     one line."""
-    parts = [
-        f"at full speed in {', '.join(advice.full_speed)}"
-        if advice.full_speed
-        else "in no server at full speed"
-    ]
+    full = ", ".join(advice.full_speed)
+    parts = [f"at full speed in {full}" if full else "in no server at full speed"]
     known = set[str]()
     for effect, words in IN_WORDS.items():
-        servers = dict.fromkeys(
+        breached = dict.fromkeys(
             breach.server for breach in advice.breaches if breach.effect == effect
         )
-        worst = [server for server in servers if server not in known and server in SERVERS]
-        known |= servers.keys()
+        worst = [server for server in breached if server not in known and server in SERVERS]
+        known |= breached.keys()
         if worst:
             parts.append(f"{words} in {', '.join(worst)}")
-    parts += [
-        f"{TRANSFORMERS} {breach.says}"
-        for breach in advice.breaches
-        if breach.server == TRANSFORMERS
-    ]
-    near = (
-        f"nearest number for all: {advice.nearest}; "
-        if advice.nearest not in (None, advice.experts)
-        else ""
-    )
+    for breach in advice.breaches:
+        if breach.server == TRANSFORMERS:
+            parts.append(f"{TRANSFORMERS} {breach.says}")
+    near = ""
+    if advice.nearest not in (None, advice.experts):
+        near = f"nearest number for all: {advice.nearest}; "
     return "; ".join(parts) + (f" ({near}see moe-compress inspect)" if known else "")

@@ -26,30 +26,23 @@ def single_experts(model: nn.Module, unknown: Collection[str]) -> list[Any]:
     loader."""
     ends = {re.split(r"\.\d+\.", name)[-1]: module for name, module in experts_modules(model)}
     converters = []
-    for end, module in ends.items():
+    for end, experts in ends.items():
         stored = re.compile(rf"\b{re.escape(end)}\.\d+\.down_proj\.weight")
-        if any(map(stored.search, unknown)):
-            converters += _converters(f".{end}", module)
-    return converters
-
-
-def _converters(end: str, experts: Any) -> list[Any]:
-    """Return the converters of experts modules with this `end` of their names: tensors are stacked,
-    then laid out."""
-    converters = []
-    inner = (
-        (["gate_proj", "up_proj"], "gate_up_proj") if experts.has_gate else (["up_proj"], "up_proj")
-    )
-    for kind, suffix in (
-        (("weight", ""), ("bias", "_bias")) if experts.has_bias else (("weight", ""),)
-    ):
-        for sources, target in (inner, (["down_proj"], "down_proj")):
-            operations: list[Any] = [MergeModulelist(dim=0)]
-            if len(sources) > 1:
-                operations.append(Concatenate(dim=1))
-                operations += [] if experts.is_concatenated else [Interleave(dim=1, inverse=True)]
-            if experts.is_transposed and kind == "weight":
-                operations.append(Transpose(1, 2))
-            patterns = [f"{end}.*.{source}.{kind}" for source in sources]
-            converters.append(WeightConverter(patterns, f"{end}.{target}{suffix}", operations))
+        if not any(map(stored.search, unknown)):
+            continue
+        inner = ["gate_proj", "up_proj"] if experts.has_gate else ["up_proj"]
+        for sources in (inner, ["down_proj"]):
+            target = "gate_up_proj" if len(sources) > 1 else sources[0]
+            for kind in ("weight", "bias") if experts.has_bias else ("weight",):
+                # tensors are stacked, then laid out
+                operations: list[Any] = [MergeModulelist(dim=0)]
+                if len(sources) > 1:
+                    operations.append(Concatenate(dim=1))
+                    if not experts.is_concatenated:
+                        operations.append(Interleave(dim=1, inverse=True))
+                if experts.is_transposed and kind == "weight":
+                    operations.append(Transpose(1, 2))
+                suffix = "_bias" if kind == "bias" else ""
+                patterns = [f".{end}.*.{source}.{kind}" for source in sources]
+                converters.append(WeightConverter(patterns, f".{end}.{target}{suffix}", operations))
     return converters

@@ -80,9 +80,8 @@ class ActivationOffload:
         if isinstance(value, Tensor) and value.is_floating_point() and value.device.type == "cpu":
             self.forget(key)
             if value.numel() and self.total + value.nbytes > self.budget:
-                value.data = allocate(
-                    tuple(value.shape), value.dtype, value.device, budget=0
-                ).copy_(value)
+                mapped = allocate(tuple(value.shape), value.dtype, value.device, budget=0)
+                value.data = mapped.copy_(value)
             else:
                 self.held[key] = value.nbytes
                 self.total += value.nbytes
@@ -243,19 +242,20 @@ class Pass:
         with torch.random.fork_rng(devices=[], enabled=self.seed is not None):
             try:
                 if self.phase:
-                    last = max(
-                        (layer_names.index(decoder_layer) for decoder_layer in lockstep.waiting),
-                        default=-1,
-                    )
-                    self.progress.start(self.phase, last + 1)
+                    numbers = map(layer_names.index, lockstep.waiting)
+                    self.progress.start(self.phase, max(numbers, default=-1) + 1)
                 if self.seed is not None:
                     torch.manual_seed(self.seed)
                 for decoder_layer in lockstep.layers():
                     yield decoder_layer
                     if self.phase:
                         self.progress.advance(decoder_layer)
-            finally:
-                lockstep.close()
+            finally:  # end all batches, and leave the model empty and as it was
+                for run in lockstep.runs.values():
+                    if run:
+                        run.throw(GreenletExit)
+                lockstep.changes.close()
+                lockstep.partial.release("")
 
 
 @cache
@@ -281,49 +281,76 @@ class _Lockstep:
         self.position = PassPosition(self.model, layers_by_decoder_layer(architecture.layers))
         for visitor in visitors:
             visitor.at = self.position
-        self.batches = run.batches
         self.finishing = range(len(run.batches)) if run.to_end else run.finishing
         everything = self.decoder_layers if self.finishing else self.position.by_layer
         self.waiting = set(everything if run.wanted is None else run.wanted)
         self.offload = ActivationOffload(run.activation_budget)
-        self.share = ranks().share(run.batches) if run.shared else run.share
         self.before_layers = True
         self.changes = ExitStack()  # to the modules, undone when it is closed
         # the tower by block: pictures and sound pass towers before the decoder layers
         self.blocks = dict[str, str]()
-        if any(isinstance(batch, Inputs) for batch in self.batches):
+        if any(isinstance(batch, Inputs) for batch in run.batches):
             self.blocks = tower_blocks(self.model, self.decoder_layers)
-        for decoder_layer in self.decoder_layers:
-            module = self._replace_forward(decoder_layer, self._pass_layer)
-            self.changes.enter_context(
-                module.register_forward_hook(bind(self._after, decoder_layer))
-            )
-        for block in self.blocks:
-            self._replace_forward(block, self._pass_block)
-        for name, keys in _outside_keys(self.partial, (*self.decoder_layers, *self.blocks)).items():
-            module = self.model.get_submodule(name)
-            hook = module.register_forward_pre_hook(lambda *_, keys=keys: self.partial.load(keys))
-            self.changes.enter_context(hook)
-        numbers = range(len(self.batches)) if self.share is None else sorted(self.share)
+        paused = (*self.decoder_layers, *self.blocks)
+        for name in paused:
+            module: Any = self.model.get_submodule(name)
+            module.forward = bind(self._pass, name, module.forward)
+            self.changes.callback(module.__dict__.pop, "forward", None)
+            if name not in self.blocks:
+                hook = module.register_forward_hook(bind(self._after, name))
+                self.changes.enter_context(hook)
+        # other modules load the tensors that their forward may use
+        head = head_of(self.model)
+        direct: dict[str, list[str]] = {}  # tensors by the module that owns them
+        for key in self.model.state_dict():  # a multi-token-prediction head has another embedding
+            direct.setdefault(key.rpartition(".")[0], []).append(key)
+        for name, module in self.model.named_modules():
+            if decoder_layer_of(f"{name}.", paused):
+                continue
+            keys = list(direct.get(name, ()))
+            for child_name, child in module.named_children():
+                owner = f"{name}.{child_name}".removeprefix(".")
+                if child is not head and owner not in paused:
+                    keys += direct.get(owner, ())
+            if keys:
+                hook = module.register_forward_pre_hook(
+                    lambda *_, keys=keys: self.partial.load(keys)
+                )
+                self.changes.enter_context(hook)
+        share = ranks().share(run.batches) if run.shared else run.share
+        numbers = range(len(run.batches)) if share is None else sorted(share)
         self.runs = {number: greenlet(self._run) for number in numbers}
-
-    def _replace_forward(self, name: str, forward: Forward) -> Any:
-        """Have a module run `forward`, which gets its name and its own forward before the arguments
-        of a call."""
-        module: Any = self.model.get_submodule(name)
-        module.forward = bind(forward, name, module.forward)
-        self.changes.callback(module.__dict__.pop, "forward", None)
-        return module
 
     def layers(self) -> Iterator[str]:
         """Load, pass, yield and release layers one by one, up to the last one wanted, then finish
         batches."""
-        standing = self._first_layers()
-        _release_embedding(self.partial)
+        # run every batch to its first decoder layer, with one block of a tower loaded at a time
+        reached = {number: self._resume(number, number) for number in self.runs}
+        while True:
+            block = next((module for module in reached.values() if module in self.blocks), None)
+            if block is None:
+                break
+            for number, module in reached.items():
+                if module == block:
+                    reached[number] = self._resume(number)
+            self.partial.release(block)
+        self.before_layers = False
+        standing = list(reached.values())
+        # the token embedding is often larger than a layer; a later part of the model may share it
+        names = {module: name for name, module in self.model.named_modules()}
+        embedding = names[self.model.get_input_embeddings()]
+        known = {embedding, names.get(head_of(self.model), embedding)}
+        shared = set[str]()  # modules of weights that are tied to it
+        for pair in self.partial.tied.items():
+            owners = {key.rpartition(".")[0] for key in pair}
+            if embedding in owners:
+                shared |= owners
+        if shared <= known:
+            self.partial.release(embedding)
         for tower in set(self.blocks.values()):
             self.partial.release(tower)
         following = dict(pairwise(self.decoder_layers))
-        passed = set()
+        passed = set[str]()
         # ranks keep in step
         idle = iter(() if ranks().is_alone or standing else self.decoder_layers)
 
@@ -339,17 +366,15 @@ class _Lockstep:
             if any(layer != decoder_layer for layer in standing):
                 raise CompressionError(
                     f"batches took different ways through the model at {decoder_layer}; this "
-                    "architecture cannot be "
-                    "streamed"
+                    "architecture cannot be streamed"
                 )
             if decoder_layer in passed and not all(visitor.repeatable for visitor in self.visitors):
                 raise self._another_run(decoder_layer)
             passed.add(decoder_layer)
             self.partial.load(self.partial.keys_under(decoder_layer))
             self.position.layer = decoder_layer
-            successor = following.get(decoder_layer)
-            if successor is not None and self.waiting - {decoder_layer}:
-                self.partial.read_ahead(self.partial.keys_under(successor))
+            if decoder_layer in following and self.waiting - {decoder_layer}:
+                self.partial.read_ahead(self.partial.keys_under(following[decoder_layer]))
             for visitor in self.visitors:
                 visitor.on_layer_loaded(decoder_layer)
             for visitor in self.visitors:
@@ -372,36 +397,12 @@ class _Lockstep:
                 for visitor in self.visitors:
                     visitor.on_batch_end(number, output)
 
-    def close(self) -> None:
-        """End all batches, and leave the model empty and as it was."""
-        for run in self.runs.values():
-            if run:
-                run.throw(GreenletExit)
-        self.changes.close()
-        self.partial.release("")
-
     def _another_run(self, decoder_layer: str) -> CompressionError:
         return CompressionError(
             f"{type(self.model).__name__} runs {decoder_layer} more than once in a forward, so it "
-            "cannot be calibrated "
-            "or measured layer by layer; use a strategy that needs no calibration, such as "
-            "model-centric"
+            "cannot be calibrated or measured layer by layer; use a strategy that needs no "
+            "calibration, such as model-centric"
         )
-
-    def _first_layers(self) -> list[str]:
-        """Run every batch to its first decoder layer, with one block of a tower loaded at a
-        time."""
-        standing = {number: self._resume(number, number) for number in self.runs}
-        while True:
-            block = next((module for module in standing.values() if module in self.blocks), None)
-            if block is None:
-                break
-            for number, module in standing.items():
-                if module == block:
-                    standing[number] = self._resume(number)
-            self.partial.release(block)
-        self.before_layers = False
-        return list(standing.values())
 
     def _resume(self, number: int, *values: Any) -> Any:
         """Resume a batch until it reaches a layer; return that layer's name, or the result of its
@@ -413,91 +414,44 @@ class _Lockstep:
             return self.runs[number].switch(*values)
 
     def _run(self, number: int) -> Any:
-        inputs = forward_inputs(self.batches[number], self.partial.device, self.partial.dtype)
+        inputs = forward_inputs(self.run.batches[number], self.partial.device, self.partial.dtype)
         return self.model(**inputs, use_cache=False)
 
-    def _offload(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Move the hidden states that a layer or block is called with to disk if they exceed the
-        budget."""
-        hidden = next(iter((*args, *kwargs.values())), None)
-        self.offload.keep(self.position.batch, hidden)
-
-    def _pass_block(self, block: str, layer_forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Run a block of a tower when it is loaded; blocks that layers call later are loaded as
-        they run."""
-        if self.before_layers:
-            self._offload(args, kwargs)
-            self.driver.switch(block)
-        self.partial.load(self.partial.keys_under(block))
-        return layer_forward(*args, **kwargs)
-
-    def _pass_layer(
-        self, decoder_layer: str, layer_forward: Forward, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _pass(self, name: str, layer_forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Run a decoder layer when it is loaded: for each replay, and then for the batch's own
-        output."""
-        self._offload(args, kwargs)
-        while True:
-            replayed = self.driver.switch(decoder_layer)
-            if not replayed:
-                break
-            # copied because the layer may change its arguments in place
-            copies = (value.clone() if isinstance(value, Tensor) else value for value in args)
-            replay_forward = layer_forward if replayed == _REPLAY else replayed
-            self._show_output(replay_forward(*copies, **kwargs))
-        for visitor in self.visitors:
-            layer_forward = visitor.wrap_forward(decoder_layer, layer_forward)
-        return self._show_output(layer_forward(*args, **kwargs))
+        output.
 
-    def _show_output(self, output: Any) -> Any:
-        for visitor in self.visitors:
-            visitor.on_layer_output(output)
-        return output
+        A block of a tower runs once; blocks that layers call later are loaded as they run."""
+        if name not in self.blocks or self.before_layers:
+            # hidden states that exceed the budget go to disk
+            self.offload.keep(self.position.batch, next(iter((*args, *kwargs.values())), None))
+        if name in self.blocks:
+            if self.before_layers:
+                self.driver.switch(name)
+            self.partial.load(self.partial.keys_under(name))
+            return layer_forward(*args, **kwargs)
+        while True:
+            replayed = self.driver.switch(name)
+            forward = replayed if callable(replayed) else layer_forward
+            called: Sequence[Any] = args
+            if replayed:
+                # copied because the layer may change its arguments in place
+                called = [value.clone() if isinstance(value, Tensor) else value for value in args]
+            else:
+                for visitor in self.visitors:
+                    forward = visitor.wrap_forward(name, forward)
+            output = forward(*called, **kwargs)
+            for visitor in self.visitors:
+                visitor.on_layer_output(output)
+            if not replayed:
+                return output
 
     def _after(self, decoder_layer: str, module: nn.Module, args: Any, output: Any) -> None:
         if self.waiting <= {decoder_layer}:
             self.driver.switch(None)  # the pass is done; skip the rest, above all the head
 
 
-def _outside_keys(partial: PartialModel, layer_names: tuple[str, ...]) -> dict[str, list[str]]:
-    """Return the tensors that the forward of each module outside these layers and blocks may use,
-    by module."""
-    model = partial.model
-    head = head_of(partial.model)
-    keys_of = {}
-    direct: dict[str, list[str]] = {}  # tensors by the module that owns them
-    for key in model.state_dict():  # a multi-token-prediction head has another embedding
-        direct.setdefault(key.rpartition(".")[0], []).append(key)
-    for name, module in model.named_modules():
-        if decoder_layer_of(f"{name}.", layer_names):
-            continue
-        prefix = f"{name}." if name else ""
-        children = [
-            f"{prefix}{child_name}"
-            for child_name, child in module.named_children()
-            if child is not head
-        ]
-        owners = [name, *(child for child in children if child not in layer_names)]
-        keys = [key for owner in owners for key in direct.get(owner, ())]
-        if keys:
-            keys_of[name] = keys
-    return keys_of
-
-
-def _release_embedding(partial: PartialModel) -> None:
-    """Release the token embedding, often larger than a layer, unless a later part of the model
-    shares it."""
-    model = partial.model
-    names = {module: name for name, module in model.named_modules()}
-    embedding = names[model.get_input_embeddings()]
-    known = {embedding, names.get(head_of(model), embedding)}
-    for pair in partial.tied.items():
-        sharing = {name.rpartition(".")[0] for name in pair}
-        if embedding in sharing and not sharing <= known:
-            return
-    partial.release(embedding)
-
-
+GIVEN_MORE = "is given more of earlier layers than their hidden states"
 Loss = Callable[[int, Any], Tensor]  # (batch, the model's output) -> its share of the loss
 
 
@@ -535,14 +489,11 @@ class ReversePass:
 
         Raises `CompressionError` if gradients pass between layers in another way than in hidden
         states."""
-        inside = tuple(
-            f"{decoder_layer}." for decoder_layer in self.model.architecture.decoder_layers
-        )
-        shared = next((key for key in self.model.partial.tied if key.startswith(inside)), None)
-        if shared:
-            raise _another_way(
-                self.model.partial, f"{shared} shares its weights with another layer"
-            )
+        partial = self.model.partial
+        layer_names = self.model.architecture.decoder_layers
+        for key in partial.tied:
+            if decoder_layer_of(key, layer_names):
+                raise _another_way(partial, f"{key} shares its weights with another layer")
         calls = _Calls(self, loss)
         forward = Pass(
             self.model,
@@ -553,40 +504,30 @@ class ReversePass:
         )
         forward.run(*visitors, calls)
         try:
-            for decoder_layer in reversed(self.model.architecture.decoder_layers):
-                self._reverse(decoder_layer, calls, visitors)
+            for number, decoder_layer in reversed([*enumerate(layer_names)]):
+                partial.load(partial.keys_under(decoder_layer))
+                calls.at.layer = decoder_layer
+                if number > 0:
+                    partial.read_ahead(partial.keys_under(layer_names[number - 1]))
+                for visitor in visitors:
+                    visitor.on_layer_loaded(decoder_layer)
+                for batch in range(len(self.batches)):
+                    calls.at.batch = batch
+                    for visitor in visitors:
+                        visitor.before_reverse(decoder_layer, batch)
+                    layer_forward: Forward = partial.model.get_submodule(decoder_layer).forward
+                    for visitor in visitors:
+                        layer_forward = visitor.wrap_forward(decoder_layer, layer_forward)
+                    calls.pass_back(decoder_layer, layer_forward)
+                    for visitor in visitors:
+                        visitor.on_gradient(decoder_layer, batch)
+                for visitor in visitors:
+                    visitor.on_reverse_end(decoder_layer)
+                partial.release(decoder_layer)
+                give_back()
         finally:
-            self.model.partial.release("")
+            partial.release("")
         return calls.losses
-
-    def _reverse(
-        self, decoder_layer: str, calls: "_Calls", visitors: Sequence[ReverseVisitor]
-    ) -> None:
-        """Load a layer and pass the gradients of all batches back through it."""
-        partial = self.model.partial
-        layer_names = self.model.architecture.decoder_layers
-        partial.load(partial.keys_under(decoder_layer))
-        calls.at.layer = decoder_layer
-        number = layer_names.index(decoder_layer)
-        if number > 0:
-            partial.read_ahead(partial.keys_under(layer_names[number - 1]))
-        module = partial.model.get_submodule(decoder_layer)
-        for visitor in visitors:
-            visitor.on_layer_loaded(decoder_layer)
-        for batch in range(len(self.batches)):
-            calls.at.batch = batch
-            for visitor in visitors:
-                visitor.before_reverse(decoder_layer, batch)
-            layer_forward: Forward = module.forward
-            for visitor in visitors:
-                layer_forward = visitor.wrap_forward(decoder_layer, layer_forward)
-            calls.hand_down(decoder_layer, batch, layer_forward)
-            for visitor in visitors:
-                visitor.on_gradient(decoder_layer, batch)
-        for visitor in visitors:
-            visitor.on_reverse_end(decoder_layer)
-        partial.release(decoder_layer)
-        give_back()
 
 
 class _Calls(LayerVisitor):
@@ -613,14 +554,24 @@ class _Calls(LayerVisitor):
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             (name, hidden), *others = as_arguments(args, kwargs)
-            self._refuse_other_ways(decoder_layer, hidden, others)
+            # the layer may depend on earlier ones only by the hidden states of the previous one
+            outputs = self.outputs[self.at.batch]
+            if outputs and hidden is not outputs[0]:
+                raise _another_way(
+                    self.partial,
+                    f"{decoder_layer} is not given the hidden states that the layer before outputs",
+                )
+            if any(value.requires_grad for value in _tensors(others)):
+                raise _another_way(self.partial, f"{decoder_layer} {GIVEN_MORE}")
+            for value in outputs:  # only replays of layers may reach them
+                if value.requires_grad:
+                    value.register_hook(lambda _: self.strayed.append(decoder_layer))
             saved = hidden.detach().to("cpu", copy=True)  # the layer may write into its arguments
             self.offload.keep((decoder_layer, self.at.batch), saved)
             as_now = [(name, saved)]
             for key, value in others:  # the layer may write into containers, too
-                as_now.append(
-                    (key, copy.copy(value) if isinstance(value, MutableMapping | list) else value)
-                )
+                is_container = isinstance(value, MutableMapping | list)
+                as_now.append((key, copy.copy(value) if is_container else value))
             self.held[decoder_layer, self.at.batch] = tuple(as_now)
             before = {id(value) for value in _tensors(others)}
             with torch.no_grad():
@@ -628,33 +579,16 @@ class _Calls(LayerVisitor):
             for value in _tensors(others):  # a later layer may use them
                 if id(value) not in before and value.is_floating_point():
                     self.left[self.at.batch].append(value)
-            output = tree_map_only(Tensor, _as_leaf, output)
+            # gradients end at the outputs
+            output = tree_map_only(
+                Tensor,
+                lambda value: value.detach().requires_grad_(value.is_floating_point()),
+                output,
+            )
             self.outputs[self.at.batch] = _tensors(output)
             return output
 
         return forward
-
-    def _refuse_other_ways(
-        self, decoder_layer: str, hidden: Any, others: Sequence[tuple[str | None, Any]]
-    ) -> None:
-        """Raise unless the layer depends on earlier ones only by the hidden states that the
-        previous one outputs."""
-        before = self.outputs[self.at.batch]
-        if before and hidden is not before[0]:
-            raise _another_way(
-                self.partial,
-                f"{decoder_layer} is not given the hidden states that the layer before outputs",
-            )
-        if any(value.requires_grad for value in _tensors(others)):
-            raise _another_way(
-                self.partial,
-                f"{decoder_layer} is given more of earlier layers than their hidden states",
-            )
-        # only replays of layers may reach them
-        for leaf in (value for value in before if value.requires_grad):
-            leaf.register_hook(
-                lambda _, decoder_layer=decoder_layer: self.strayed.append(decoder_layer)
-            )
 
     def on_batch_end(self, batch: int, output: Any) -> None:
         """Compute the loss of a batch that has reached the output, and its gradient at the last
@@ -672,9 +606,10 @@ class _Calls(LayerVisitor):
             )
         self._keep_gradient(batch, hidden)
 
-    def hand_down(self, decoder_layer: str, batch: int, layer_forward: Forward) -> None:
-        """Replay a batch's call of a layer with gradients, and pass the gradient of its output back
-        through it."""
+    def pass_back(self, decoder_layer: str, layer_forward: Forward) -> None:
+        """Replay the current batch's call of a layer with gradients, and pass the gradient of its
+        output back through it."""
+        batch = self.at.batch
         (name, saved), *others = self.held.pop((decoder_layer, batch))
         hidden = saved.to(self.partial.device).requires_grad_()
         gradient = self.gradients[batch].to(self.partial.device)
@@ -686,10 +621,7 @@ class _Calls(LayerVisitor):
             output = hidden_of(layer_forward(*args, **kwargs))
         output.backward(gradient)
         if any(value.grad is not None for value in self.left[batch]):
-            raise _another_way(
-                self.partial,
-                f"{decoder_layer} is given more of earlier layers than their hidden states",
-            )
+            raise _another_way(self.partial, f"{decoder_layer} {GIVEN_MORE}")
         self.offload.forget((decoder_layer, batch))
         self._keep_gradient(batch, hidden)
 
@@ -699,16 +631,10 @@ class _Calls(LayerVisitor):
         self.gradients[batch] = gradient
 
 
-def _as_leaf(value: Tensor) -> Tensor:
-    """Return the tensor as a leaf, where gradients end."""
-    return value.detach().requires_grad_(value.is_floating_point())
-
-
 def _another_way(partial: PartialModel, how: str) -> CompressionError:
     return CompressionError(
         f"{type(partial.model).__name__}: {how}, so gradients cannot be taken layer by layer; use "
-        "what needs "
-        "none, or takes them in memory"
+        "what needs none, or takes them in memory"
     )
 
 
@@ -719,8 +645,6 @@ def _tensors(value: Any) -> list[Tensor]:
         return [value]
     if isinstance(value, Mapping):
         value = list(value.values())
-    return (
-        [tensor for item in value for tensor in _tensors(item)]
-        if isinstance(value, list | tuple)
-        else []
-    )
+    if not isinstance(value, list | tuple):
+        return []
+    return [tensor for item in value for tensor in _tensors(item)]

@@ -5,6 +5,7 @@ import json
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product, takewhile
@@ -37,35 +38,27 @@ def load_tokenizer(folder: Path, hint: str = "copy those of the original model t
     try:
         tokenizer = load_stock("AutoTokenizer", folder)
         tokenizer.name_or_path = str(folder)
-        tokenizer.chat_template = tokenizer.chat_template or _template_of_processor(folder)
+        # a processor's own files, where tokenizers don't look, may have one
+        for name in ("chat_template.json", "processor_config.json"):
+            if not tokenizer.chat_template and (folder / name).is_file():
+                template = read_object(folder / name).get("chat_template")
+                tokenizer.chat_template = template if isinstance(template, str) else None
+        files = [*VOCABULARIES, *(getattr(tokenizer, "vocab_files_names", None) or {}).values()]
+        if files == VOCABULARIES:
+            files.append("tokenizer_config.json")  # names a class that needs no vocabulary
+        if not any(path.is_file() for name in files for path in folder.glob(name)):
+            kind = type(tokenizer).__name__
+            raise ValueError(f"no file there defines the {kind} that transformers makes up")
+        # the base class of slow tokenizers has no vocabulary
+        with suppress(NotImplementedError):
+            tokens = set(tokenizer.get_vocab().values())
+            if tokens <= set(getattr(tokenizer, "all_special_ids", ())):
+                raise ValueError("its vocabulary holds nothing but special tokens")
     except Exception as error:  # tokenizer classes raise anything
         raise CompressionError(
             f"{folder} has no usable tokenizer ({reason_of(error)}); {hint}"
         ) from error
-    files = [*VOCABULARIES, *(getattr(tokenizer, "vocab_files_names", None) or {}).values()]
-    if files == VOCABULARIES:
-        files.append("tokenizer_config.json")  # names a class that needs no vocabulary
-    if not any(path.is_file() for name in files for path in folder.glob(name)):
-        reason = f"no file there defines the {type(tokenizer).__name__} that transformers makes up"
-        raise CompressionError(f"{folder} has no usable tokenizer ({reason}); {hint}")
-    try:
-        tokens = set(tokenizer.get_vocab().values())
-    except NotImplementedError:  # raised by the base class of slow tokenizers
-        return tokenizer
-    if tokens <= set(getattr(tokenizer, "all_special_ids", ())):
-        reason = "its vocabulary holds nothing but special tokens"
-        raise CompressionError(f"{folder} has no usable tokenizer ({reason}); {hint}")
     return tokenizer
-
-
-def _template_of_processor(folder: Path) -> str | None:
-    """Return the chat template in a processor's own files, where tokenizers don't look; None
-    without one."""
-    for name in ("chat_template.json", "processor_config.json"):
-        content = read_object(folder / name) if (folder / name).is_file() else {}
-        if isinstance(content.get("chat_template"), str):
-            return str(content["chat_template"])
-    return None
 
 
 def first_part(tokenizer: Any, text: str, most: int) -> tuple[str, list[int]]:
@@ -95,8 +88,7 @@ def no_token(text: str) -> CompressionError:
     """Return the error for a text without a known token."""
     return CompressionError(
         f"the tokenizer has no token for {text}, or only the one for what is unknown; restore the "
-        "tokenizer's files "
-        "from the original model, or give text that it was made for"
+        "tokenizer's files from the original model, or give text that it was made for"
     )
 
 
@@ -169,12 +161,7 @@ class ChatForm:
                 adapted["content"] = joined_text(adapted["content"])
         elif content is not None:
             raise ValueError(f"the content of a message is a {type(content).__name__}")
-        if (
-            message.get("tool_calls")
-            and not content
-            and self.silence
-            and content not in self.silence
-        ):
+        if message.get("tool_calls") and not content and content not in (self.silence or [content]):
             adapted["content"] = self.silence[0]
         return adapted
 
@@ -228,11 +215,8 @@ def as_part(part: Any) -> Any:
     """Return text as a part of type `text`, and other parts unchanged."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    if (
-        isinstance(part, Mapping)
-        and part.get("type") in (None, "input_text", "output_text")
-        and "text" in part
-    ):
+    is_text = isinstance(part, Mapping) and "text" in part
+    if is_text and part.get("type") in (None, "input_text", "output_text"):
         return {"type": "text", "text": part["text"]}
     return part
 

@@ -48,8 +48,7 @@ def check_carried(folder: Path, original: Path | None = None) -> None:
         except Exception as error:  # its fields may raise anything
             raise CompressionError(
                 f"transformers cannot load {folder / GENERATION} ({reason_of(error)}); mend it, "
-                "or remove it from the "
-                "folder"
+                "or remove it from the folder"
             ) from error
     for path in naming_code(folder):
         named = read_object(path).get("auto_map")
@@ -60,9 +59,8 @@ def check_carried(folder: Path, original: Path | None = None) -> None:
                     f"{path} names code of its own for the {kind.removeprefix('Auto').lower()} "
                     f"({code}), which is "
                     "neither run nor carried, and stock transformers loads none without it "
-                    f"({reason_of(cause)}); save "
-                    "it there in a stock form, such as a tokenizer.json, or move its files away "
-                    "and to the output"
+                    f"({reason_of(cause)}); save it there in a stock form, such as a "
+                    "tokenizer.json, or move its files away and to the output"
                 )
     if original is None:
         return
@@ -70,8 +68,7 @@ def check_carried(folder: Path, original: Path | None = None) -> None:
     if cause is not None and _loading_error(LOADERS[0], original) is None:
         raise CompressionError(
             f"the written tokenizer does not load, though the source's does ({reason_of(cause)}); "
-            "please report this "
-            "model"
+            "please report this model"
         )
 
 
@@ -106,9 +103,9 @@ def verify_checkpoint(folder: Path, experts: int | None, known: Collection[str])
             )
     if checkpoint.quantization:
         source = ModelSource(str(folder), None, folder)
-        verify_quantized(
-            OpenModel.of(source, checkpoint, config, torch.bfloat16, torch.device("cpu")), known
-        )
+        device = torch.device("cpu")
+        opened = OpenModel.of(source, checkpoint, config, torch.bfloat16, device)
+        verify_quantized(opened, known)
     else:
         verify_plain(checkpoint, model, known)
     return checkpoint
@@ -216,8 +213,7 @@ def verify_quantized(model: OpenModel, known: Collection[str] = ()) -> None:
         if role.kind == "fused" and shape[role.dim] != experts[role.layer] + role.extra:
             raise CompressionError(
                 f"the written tensor {name!r} has shape {list(shape)}, its dimension {role.dim} "
-                "should be "
-                f"{experts[role.layer] + role.extra}"
+                f"should be {experts[role.layer] + role.extra}"
             )
     for key in partial.missing:
         raise CompressionError(f"no written tensor fills {key!r}")

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,9 +98,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serve:
     return serving
 
 
-def test_only_what_is_needed_is_fetched_small_files_first(
-    tmp_path: Path, served: Serve, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_only_what_is_needed_is_fetched_small_files_first(tmp_path: Path, served: Serve, capfd: Any) -> None:
     folder = put(repository(tmp_path / "model"), *TRAVELLERS, *DECOYS)
     heard = Listener()
     with served(folder) as hub:
@@ -148,9 +147,7 @@ def test_a_revision_is_that_commit(tmp_path: Path, served: Serve) -> None:
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_a_download_cut_in_the_middle_ends_whole(
-    tmp_path: Path, served: Serve, reset: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_download_cut_in_the_middle_ends_whole(tmp_path: Path, served: Serve, reset: bool, monkeypatch: Any) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)
@@ -216,9 +213,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("names", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_read_is_refused_unfetched(
-    tmp_path: Path, served: Serve, names: tuple[str, ...], message: str
-) -> None:
+def test_what_cannot_be_read_is_refused_unfetched(tmp_path: Path, served: Serve, names: Any, message: str) -> None:
     with served(put(tmp_path / "model", *names)) as hub:
         for ask in (locate, fetch_headers):
             with pytest.raises(CompressionError, match=message):
@@ -228,7 +223,7 @@ def test_what_cannot_be_read_is_refused_unfetched(
 
 @pytest.mark.parametrize("why", ["gone", "offline", "in trouble"])
 def test_a_cached_commit_will_do_without_the_hub(
-    tmp_path: Path, served: Serve, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    why: str, tmp_path: Path, served: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from huggingface_hub import constants
 

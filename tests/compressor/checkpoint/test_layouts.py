@@ -37,18 +37,16 @@ def rewrite(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
     save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def config_of(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return content
+def config_of(folder: Path) -> Any:
+    return json.loads((folder / "config.json").read_text())
 
 
 def merge(folder: Path, out: Path, experts: int = 4, **options: Any) -> compressor.Outcome:
     return compressor.compress(str(folder), out, strategy="model-centric", experts=experts, **options)
 
 
-def load(folder: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder)
-    realign(model)
+def load(folder: Path) -> Any:
+    realign(model := AutoModelForCausalLM.from_pretrained(folder))
     return model
 
 
@@ -93,19 +91,11 @@ def test_fused_storage_under_the_names_of_the_stock_model(name: str, tmp_path: P
 # ---- config.json ----
 
 
-@pytest.mark.parametrize(
-    ("name", "written"),
-    [
-        ("qwen3_moe", {"num_experts"}),
-        ("qwen3_moe", {"num_local_experts"}),
-        ("qwen3_moe", {"num_experts", "num_local_experts"}),
-        ("mixtral", {"num_local_experts"}),
-        ("mellum", {"num_experts"}),
-        ("deepseek_v3", {"n_routed_experts"}),
-        ("deepseek_v3", {"num_local_experts"}),
-        ("deepseek_v3", {"n_routed_experts", "num_local_experts"}),
-    ],
-)
+@pytest.mark.parametrize(("name", "written"), [
+    ("qwen3_moe", {"num_experts"}), ("qwen3_moe", {"num_local_experts"}), ("mellum", {"num_experts"}),
+    ("qwen3_moe", {"num_experts", "num_local_experts"}), ("mixtral", {"num_local_experts"}),
+    ("deepseek_v3", {"n_routed_experts"}), ("deepseek_v3", {"n_routed_experts", "num_local_experts"}),
+])  # fmt: skip
 def test_count_under_any_name_that_the_config_class_accepts(name: str, written: set[str], tmp_path: Path) -> None:
     model = zoo.save(name, tmp_path / "in")
 
@@ -115,9 +105,6 @@ def test_count_under_any_name_that_the_config_class_accepts(name: str, written: 
         config.update(dict.fromkeys(written, 8))
 
     small.edit_json(tmp_path / "in" / "config.json", write_as)
-    names = {count_field(name), *getattr(type(model.config), "attribute_map", {})}
-    if not written & names:
-        pytest.skip(f"{type(model.config).__name__} does not know {written}")
     check(model, count_field(name), merge(tmp_path / "in", tmp_path / "out"))
     content = config_of(tmp_path / "out")
     assert all(content[field] == 4 for field in written)
@@ -227,40 +214,31 @@ TOWER: dict[str, Any] = {
 }  # fmt: skip
 
 
-def llava(name: str) -> PreTrainedModel:
-    vision = transformers.CLIPVisionConfig(**TOWER, image_size=16, projection_dim=16)
-    config = transformers.LlavaConfig(vision_config=vision, text_config=zoo.configure(name), image_token_index=3)
-    return transformers.LlavaForConditionalGeneration(config)
+def pictured(kind: str, vision: Any, **more: Any) -> Callable[[Any], Any]:
+    """Build a model for pictures around a configured language model."""
+    whole, wrapper = getattr(transformers, f"{kind}Config"), getattr(transformers, f"{kind}ForConditionalGeneration")
+    return lambda text: wrapper(whole(vision_config=vision, text_config=text, **more))
 
 
-def internvl(name: str) -> PreTrainedModel:
-    vision = transformers.InternVLVisionConfig(**TOWER | {"image_size": [16, 16], "patch_size": [4, 4]})
-    config = transformers.InternVLConfig(vision_config=vision, text_config=zoo.configure(name), image_token_id=3)
-    return transformers.InternVLForConditionalGeneration(config)
+LLAVA = pictured("Llava", transformers.CLIPVisionConfig(**TOWER, image_size=16, projection_dim=16), image_token_index=3)
+INTERNVL = pictured(
+    "InternVL", transformers.InternVLVisionConfig(**TOWER | {"image_size": [16, 16], "patch_size": [4, 4]}),
+    image_token_id=3,
+)  # fmt: skip
+ARIA = pictured(
+    "Aria", transformers.Idefics3VisionConfig(**TOWER, image_size=16), projector_patch_to_query_dict={16: 4},
+    image_token_index=3,
+)  # fmt: skip
 
 
-def aria(name: str) -> PreTrainedModel:
-    config = transformers.AriaConfig(
-        vision_config=transformers.Idefics3VisionConfig(**TOWER, image_size=16), text_config=zoo.configure(name),
-        projector_patch_to_query_dict={16: 4}, image_token_index=3,
-    )  # fmt: skip
-    return transformers.AriaForConditionalGeneration(config)
-
-
-@pytest.mark.parametrize(
-    ("build", "name"),
-    [
-        *((llava, "mixtral"), (llava, "qwen3_moe"), (internvl, "gpt_oss"), (aria, "aria")),
-        (lambda name: transformers.MixtralForSequenceClassification(zoo.configure(name)), "mixtral"),
-        (lambda name: transformers.MixtralModel(zoo.configure(name)), "mixtral"),
-    ],
-)
-def test_other_classes_around_the_same_layers(
-    build: Callable[[str], PreTrainedModel], name: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("build", "name"), [
+    (LLAVA, "mixtral"), (LLAVA, "qwen3_moe"), (INTERNVL, "gpt_oss"), (ARIA, "aria"),
+    (transformers.MixtralForSequenceClassification, "mixtral"), (transformers.MixtralModel, "mixtral"),
+])  # fmt: skip
+def test_other_classes_around_the_same_layers(build: Callable[[Any], Any], name: str, tmp_path: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = build(name)
+        model = build(zoo.configure(name))
     model.train(False)
     model.save_pretrained(tmp_path / "in")
     summary = merge(tmp_path / "in", tmp_path / "out")
@@ -275,12 +253,9 @@ def test_other_classes_around_the_same_layers(
 # ---- refusals ----
 
 
-@pytest.mark.parametrize(
-    ("talker_experts", "message"),
-    [(8, "no field of the config counts the 8 experts"), (4, "unequal numbers of experts")],
-)
-def test_two_parts_with_counts_of_their_own_are_refused(talker_experts: int, message: str) -> None:
-    talker = {**zoo.family("qwen3_moe").config, "num_experts": talker_experts, "shared_expert_intermediate_size": 16}
+@pytest.mark.parametrize(("count", "message"), [(8, "no field .* counts the 8 experts"), (4, "unequal numbers")])
+def test_two_parts_with_counts_of_their_own_are_refused(count: int, message: str) -> None:
+    talker = {**zoo.family("qwen3_moe").config, "num_experts": count, "shared_expert_intermediate_size": 16}
     config = transformers.Qwen3OmniMoeConfig(
         thinker_config=dict(zoo.family("qwen3_omni_moe").config),
         talker_config={"spatial_merge_size": 2, "text_config": talker},
@@ -293,15 +268,11 @@ def test_two_parts_with_counts_of_their_own_are_refused(talker_experts: int, mes
 # ---- several weights in a folder ----
 
 
-def scaled(folder: Path, file: str, factor: float, names: Callable[[str], bool] = lambda name: True) -> list[str]:
+def scaled(folder: Path, file: str, factor: float, names: Callable[[str], bool] = bool) -> list[str]:
     """Write some of the model's tensors, times a factor, to another file; returns their names."""
-    tensors = {name: value * factor for name, value in tensors_of_base(folder).items() if names(name)}
+    tensors = {name: value * factor for name, value in tensors_of(folder.parent / "base").items() if names(name)}
     save_file(tensors, folder / file, metadata={"format": "pt"})
     return [*tensors]
-
-
-def tensors_of_base(folder: Path) -> Tensors:
-    return load_file(folder.parent / "base" / "model.safetensors")
 
 
 def write_index(folder: Path, places: dict[str, str], name: str = "model.safetensors.index.json") -> None:
@@ -342,9 +313,7 @@ SEVERAL = (beside_an_index, variants, half_an_index, named_by_the_config, an_ind
 
 
 @pytest.mark.parametrize("change", SEVERAL, ids=lambda change: change.__name__)
-def test_the_weights_are_those_that_stock_transformers_loads(
-    change: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_weights_are_those_that_stock_loads(change: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     zoo.save("mixtral", tmp_path / "base")
     folder, out = Path(shutil.copytree(tmp_path / "base", tmp_path / "in")), tmp_path / "out"
     change(folder)
@@ -405,10 +374,8 @@ def test_an_adapter_is_named_as_what_it_is(command: str, tmp_path: Path, run: Ru
 def renumbered(tensors: Tensors) -> Tensors:
     """Experts 5, 6 and 7 under 6, 9 and 12, in the order of their numbers."""
     numbers = {"5": "6", "6": "9", "7": "12"}
-    return {
-        re.sub(r"experts\.(\d+)", lambda found: f"experts.{numbers.get(found[1], found[1])}", name): value
-        for name, value in tensors.items()
-    }
+    new = {name: re.sub(r"(?<=experts\.)[567]", lambda found: numbers[found[0]], name) for name in tensors}
+    return {new[name]: value for name, value in tensors.items()}
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3"])
@@ -445,36 +412,26 @@ def test_empty_tensors_of_a_sharded_trainer_are_blamed_on_it(name: str, tmp_path
 # ---- names of other tools ----
 
 
-def in_front(prefix: str) -> Callable[[str], str]:
-    return lambda name: prefix + name
-
-
-FOREIGN = {
-    "data parallel": (in_front("module."), "has 'lm_head.weight', as DataParallel or DeepSpeed would"),
-    "compiled": (in_front("_orig_mod."), "has 'lm_head.weight', as torch.compile"),
-    "peft": (in_front("base_model.model."), "has 'lm_head.weight', as peft would .*after merge_and_unload"),
-    "a layer compiled": (
-        lambda name: name.replace("layers.1.", "layers.1._orig_mod."),
-        "has 'model.layers.1.block_sparse_moe.experts.0.w1.weight', as torch.compile",
-    ),
-    "inside another": (in_front("policy."), "has 'policy.lm_head.weight' where .* 'lm_head.weight', as another tool"),
+BLOCK = "model.layers.{}.block_sparse_moe"
+FOREIGN = {  # a pattern of names, what stands in its place, and what is said
+    "data parallel": ("^", "module.", "has 'lm_head.weight', as DataParallel or DeepSpeed would"),
+    "compiled": ("^", "_orig_mod.", "has 'lm_head.weight', as torch.compile"),
+    "peft": ("^", "base_model.model.", "has 'lm_head.weight', as peft would .*after merge_and_unload"),
+    "a layer": (r"(?<=layers\.1\.)", "_orig_mod.", f"has '{BLOCK.format(1)}.experts.0.w1.weight', as torch.compile"),
+    "inside another": ("^", "policy.", "has 'policy.lm_head.weight' where .* 'lm_head.weight', as another tool"),
     "unknown": (
-        lambda name: name.replace("weight", "w"),
-        "no tensor of .* fills MixtralForCausalLM, for it has 'lm_head.w' where the model has 'lm_head.weight'; name",
+        "weight",
+        "w",
+        "no tensor .* fills MixtralForCausalLM, .* has 'lm_head.w' .* has 'lm_head.weight'; name",
     ),
-    "mlx": (
-        lambda name: name.replace("experts.0.", "switch_mlp."),
-        "has MLX's 'model.layers.0.block_sparse_moe.switch_mlp.w1.weight'; name the checkpoint that it was made of",
-    ),
+    "mlx": (r"experts\.0\.", "switch_mlp.", f"has MLX's '{BLOCK.format(0)}.switch_mlp.w1.weight'; name the checkpoint"),
 }
 
 
-@pytest.mark.parametrize(("rename", "message"), FOREIGN.values(), ids=FOREIGN)
-def test_names_of_other_tools_are_told_by_every_command(
-    rename: Callable[[str], str], message: str, tmp_path: Path, run: Run
-) -> None:
+@pytest.mark.parametrize(("old", "new", "message"), FOREIGN.values(), ids=FOREIGN)
+def test_names_of_other_tools_are_told(old: str, new: str, message: str, tmp_path: Path, run: Run) -> None:
     zoo.save("mixtral", tmp_path / "in")
-    rewrite(tmp_path / "in", lambda tensors: {rename(name): value for name, value in tensors.items()})
+    rewrite(tmp_path / "in", lambda tensors: {re.sub(old, new, name): value for name, value in tensors.items()})
     refused(run("inspect", tmp_path / "in"), message)
     with pytest.raises(CompressionError, match=message):
         merge(tmp_path / "in", tmp_path / "out")

@@ -23,10 +23,7 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
     "fp8": ({"format": "float-quantized"}, None),
     "int8": ({"format": "int-quantized"}, "does not load int-quantized experts"),
     "mxfp4": ({"format": "mxfp4-pack-quantized"}, None),
-    "nvfp4": (
-        {"format": "nvfp4-pack-quantized"},
-        "loads nvfp4-pack-quantized experts wrongly",
-    ),
+    "nvfp4": ({"format": "nvfp4-pack-quantized"}, "loads nvfp4-pack-quantized experts wrongly"),
 }
 
 
@@ -49,12 +46,8 @@ def test_the_sentence_is_true_of_the_stock_loader(case: str, tmp_path: Path) -> 
 def test_experts_that_are_not_quantised_have_no_fault(tmp_path: Path) -> None:
     zoo.save("qwen3_moe", tmp_path)
     assert compressor.inspect(str(tmp_path)).loader_fault is None
-    groups = {
-        "quant_method": "compressed-tensors",
-        "config_groups": {},
-        "kv_cache_scheme": {"num_bits": 8, "type": "float"},
-    }
-    assert loader_fault(groups) is None
+    cache = {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    assert loader_fault({"quant_method": "compressed-tensors", "config_groups": {}, **cache}) is None
 
 
 def test_packed_experts_one_by_one_are_named(tmp_path: Path) -> None:
@@ -79,17 +72,10 @@ def test_an_unknown_method_is_named() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("sizes", "says"),
-    [
-        ({"moe_intermediate_size": 32}, None),
-        ({"moe_intermediate_size": 24}, "wrongly scales"),
-        ({"moe_intermediate_size": 40}, "cannot dequantise"),
-    ],
-)
-def test_fp8_blocks_that_stock_mistakes_are_named(sizes: dict[str, Any], says: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("width", "says"), [(32, None), (24, "wrongly scales"), (40, "cannot dequantise")])
+def test_fp8_blocks_that_stock_mistakes_are_named(width: int, says: str | None, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    save_fp8(tmp_path, sizes=sizes)
+    save_fp8(tmp_path, sizes={"moe_intermediate_size": width})
     found = compressor.inspect(str(tmp_path)).loader_fault
     experts, alike = "model.layers.0.mlp.experts.gate_up_proj", False
     with suppress(RuntimeError):  # of weights that cannot be converted

@@ -1,7 +1,6 @@
 """Headers and indexes: what is read of a sound checkpoint, and one clear refusal for each way to damage one."""
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,30 +12,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from compressor.checkpoint.reader import DTYPE_BITS, TORCH_DTYPES, Checkpoint, contains_nan, refuse_nan, tensor_bytes
+from compressor.checkpoint.reader import DTYPE_BITS, TORCH_DTYPES, Checkpoint, refuse_nan, tensor_bytes
 from compressor.errors import CompressionError
 from tests.support import small
 
 NAME = "b.weight"
+TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), NAME: torch.ones(4, dtype=torch.bfloat16)}
 
 
 def write(folder: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    tensors = {"a.weight": torch.arange(6.0).view(2, 3), NAME: torch.ones(4, dtype=torch.bfloat16)}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(TENSORS, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
 def write_sharded(folder: Path) -> Path:
-    write(folder)
-    for number, (name, tensor) in enumerate(load_file(folder / "model.safetensors").items()):
-        save_file({name: tensor}, folder / f"part-{number}.safetensors")
-    (folder / "model.safetensors").unlink()
-    places = {"a.weight": "part-0.safetensors", NAME: "part-1.safetensors"}
-    first = load_file(folder / "part-0.safetensors")
-    if "a.weight" not in first:
-        places = {"a.weight": "part-1.safetensors", NAME: "part-0.safetensors"}
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    places = {name: f"part-{number}.safetensors" for number, name in enumerate(TENSORS)}
+    for name, file in places.items():
+        save_file({name: TENSORS[name]}, folder / file)
     small.index_path(folder).write_text(json.dumps({"metadata": {}, "weight_map": places}))
     return folder
 
@@ -44,11 +40,10 @@ def write_sharded(folder: Path) -> Path:
 @pytest.mark.parametrize("layout", [write, write_sharded])
 def test_reads_what_the_safetensors_library_reads(layout: Callable[[Path], Path], tmp_path: Path) -> None:
     checkpoint = Checkpoint(layout(tmp_path / "model"))
-    assert set(checkpoint) == {"a.weight", NAME}
-    for name in checkpoint:
+    assert set(checkpoint.tensors) == {*TENSORS}
+    for name, info in checkpoint.tensors.items():
         expected = load_file(checkpoint.path(name))[name]
         assert torch.equal(checkpoint.read(name), expected)
-        info = checkpoint.tensors[name]
         assert (info.shape, info.nbytes) == (tuple(expected.shape), expected.numel() * expected.itemsize)
         assert checkpoint.path(name).read_bytes()[info.begin : info.end] == expected.view(torch.uint8).numpy().tobytes()
 
@@ -57,16 +52,16 @@ def header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
     return lambda folder: small.edit_header(folder / "model.safetensors", change)
 
 
-def raw(change: Callable[[bytes], bytes]) -> Callable[[Path], Any]:
-    def damage(folder: Path) -> None:
-        path = folder / "model.safetensors"
-        path.write_bytes(change(path.read_bytes()))
-
-    return damage
+def raw(change: Callable[[bytes], bytes], name: str = "model.safetensors") -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 
-def with_header(text: bytes) -> Callable[[Path], Any]:
-    return raw(lambda whole: len(text).to_bytes(8, "little") + text + bytes(32))
+def config(text: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / "config.json").write_text(text)
+
+
+def renamed(name: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / "model.safetensors").rename(folder / name)
 
 
 # of headers themselves, whatever safetensors checks: `tests.compressor.test_damaged_files` makes many more
@@ -74,20 +69,11 @@ BROKEN = r"model.safetensors is truncated or no safetensors file \(.*\); downloa
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no folder": (shutil.rmtree, "is not a folder"),
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
-    "config no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not valid JSON"),
-    "quantization as text": (
-        lambda f: (f / "config.json").write_text('{"quantization_config": "fp8"}'),
-        "quantization_config in config.json, .* should be an object",
-    ),
+    "config no JSON": (config("{"), "config.json is not valid JSON"),
+    "quantization as text": (config('{"quantization_config": "fp8"}'), "quantization_config .* should be an object"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "has neither model.safetensors"),
-    "pickle only": (
-        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
-        "only as pickle files.*convert them to safetensors",
-    ),
-    "stray name": (
-        lambda f: (f / "model.safetensors").rename(f / "weights.safetensors"),
-        "has weights.safetensors but neither",
-    ),
+    "pickle only": (renamed("pytorch_model.bin"), "only as pickle files.*convert them to safetensors"),
+    "stray name": (renamed("weights.safetensors"), "has weights.safetensors but neither"),
     "dangling link": (
         lambda f: ((f / "model.safetensors").unlink(), (f / "model.safetensors").symlink_to(f / "gone")),
         "neither model.safetensors",
@@ -96,7 +82,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut in the header": (raw(lambda whole: whole[:50]), BROKEN),
     "cut by a byte": (raw(lambda whole: whole[:-1]), "is truncated .* file not fully covered"),
     "bytes too many": (raw(lambda whole: whole + b"more"), "is truncated .* file not fully covered"),
-    "header no JSON": (with_header(b"not JSON"), BROKEN),
+    "header no JSON": (raw(lambda whole: (8).to_bytes(8, "little") + b"not JSON" + bytes(32)), BROKEN),
     "dtype unknown": (header(lambda h: h[NAME].update(dtype="Q4_K")), "unknown variant `Q4_K`"),
     "a gap": (header(lambda h: h.pop("a.weight")), "invalid offset for tensor `b.weight`"),
     "shape too large": (header(lambda h: h[NAME].update(shape=[5])), BROKEN),
@@ -117,27 +103,25 @@ def index(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
     return lambda folder: small.edit_json(small.index_path(folder), change)
 
 
+def place(file: str, name: str = NAME) -> Callable[[Path], Any]:
+    return index(lambda content: content["weight_map"].update({name: file}))
+
+
 INDEX_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no JSON": (lambda f: small.index_path(f).write_text("{"), "index.json is not valid JSON"),
     "a list": (lambda f: small.index_path(f).write_text("[]"), "should hold a JSON object"),
     "no map": (index(lambda c: c.pop("weight_map")), "has no weight_map"),
     "map a list": (index(lambda c: c.update(weight_map=["x"])), "has no weight_map"),
-    "parent folder": (index(lambda c: c["weight_map"].update({NAME: "../part-1.safetensors"})), "outside the folder"),
-    "absolute path": (index(lambda c: c["weight_map"].update({NAME: "/etc/passwd"})), "outside the folder"),
-    "below": (index(lambda c: c["weight_map"].update({NAME: "sub/part-1.safetensors"})), "outside the folder"),
-    "hidden": (index(lambda c: c["weight_map"].update({NAME: ".part-1.safetensors"})), "outside the folder or hidden"),
-    "no such shard": (index(lambda c: c["weight_map"].update({NAME: "part-9.safetensors"})), "missing from"),
-    "a NUL byte": (index(lambda c: c["weight_map"].update({NAME: "a\0b"})), "missing from"),
+    "parent folder": (place("../part-1.safetensors"), "outside the folder"),
+    "absolute path": (place("/etc/passwd"), "outside the folder"),
+    "below": (place("sub/part-1.safetensors"), "outside the folder"),
+    "hidden": (place(".part-1.safetensors"), "outside the folder or hidden"),
+    "no such shard": (place("part-9.safetensors"), "missing from"),
+    "a NUL byte": (place("a\0b"), "missing from"),
     "shard deleted": (lambda f: (f / "part-1.safetensors").unlink(), "names the shard 'part-1.safetensors', which is"),
-    "tensor not there": (
-        index(lambda c: c["weight_map"].update({"c.weight": "part-0.safetensors"})),
-        "promises tensor 'c.weight' in 'part-0.safetensors'",
-    ),
-    "no safetensors": (index(lambda c: c["weight_map"].update({NAME: "config.json"})), "config.json is truncated"),
-    "shard truncated": (
-        lambda f: (f / "part-1.safetensors").write_bytes((f / "part-1.safetensors").read_bytes()[:-3]),
-        "part-1.safetensors is truncated",
-    ),
+    "tensor not there": (place("part-0.safetensors", "c.weight"), "promises tensor 'c.weight' in 'part-0.safetensors'"),
+    "no safetensors": (place("config.json"), "config.json is truncated"),
+    "shard truncated": (raw(lambda whole: whole[:-3], "part-1.safetensors"), "part-1.safetensors is truncated"),
 }
 
 
@@ -168,22 +152,23 @@ def test_bytes_of_a_tensor(dtype: str, shape: list[int]) -> None:
 FLOATS = [dtype for dtype in TORCH_DTYPES.values() if dtype.is_floating_point]
 
 
+def holds_nan(tensor: torch.Tensor) -> bool:
+    try:
+        refuse_nan("x", "part.safetensors", tensor)
+    except CompressionError as error:
+        return str(error).startswith("tensor 'x' in part.safetensors holds NaN")
+    return False
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_every_bit_pattern_is_told_from_nan(dtype: torch.dtype) -> None:
     if dtype.itemsize == 1:
-        patterns = torch.arange(256).to(torch.uint8).view(dtype)
-        for value in patterns:
-            assert contains_nan(value[None]) == bool(value.float().isnan())
+        for value in torch.arange(256).to(torch.uint8).view(dtype):
+            assert holds_nan(value[None]) == bool(value.float().isnan())
     else:
-        assert not contains_nan(torch.tensor([1.0, torch.inf, -torch.inf, 0.0]).to(dtype))
+        assert not holds_nan(torch.tensor([1.0, torch.inf, -torch.inf, 0.0]).to(dtype))
         for place in range(3):
             values = torch.ones(3, dtype=dtype)
             values[place] = torch.nan
-            assert contains_nan(values)
-
-
-def test_nan_is_named() -> None:
-    assert not contains_nan(torch.empty(0)) and not contains_nan(torch.tensor([1, 2]))
-    refuse_nan("fine", "file", torch.ones(2))
-    with pytest.raises(CompressionError, match=re.escape("tensor 'x' in part.safetensors holds NaN")):
-        refuse_nan("x", "part.safetensors", torch.tensor([1.0, torch.nan]))
+            assert holds_nan(values)
+    assert not holds_nan(torch.empty(0, dtype=dtype)) and not holds_nan(torch.tensor([1, 2]))

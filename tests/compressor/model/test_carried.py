@@ -98,18 +98,16 @@ def test_a_tokenizer_class_of_its_own_goes_where_its_file_is_enough(tmp_path: Pa
 
 @pytest.mark.parametrize("named", [OWN, OWN["AutoTokenizer"]], ids=["by kind", "legacy"])
 def test_a_tokenizer_that_needs_its_own_code_is_refused(named: object, model: Path) -> None:
+    (model / "processor_config.json").write_text(json.dumps({"auto_map": {"AutoProcessor": "own.Processor"}}))
+    with pytest.raises(CompressionError, match=r"processor_config.json names code of its own for the processor"):
+        check_carried(model)
+    (model / "processor_config.json").unlink()
     (model / "tokenizer.json").rename(model / "own.model")
     (model / CONFIG).write_text(json.dumps({"tokenizer_class": "Own", "auto_map": named}))
     message = r"tokenizer_config.json names code .*tokenizer \(.*own.Own.*; save it there"
     with pytest.raises(CompressionError, match=message):
         compressor.compress(str(model), model.parent / "out", strategy="model-centric", experts=4)
     assert [path.name for path in model.parent.iterdir()] == ["model"]
-
-
-def test_a_processor_that_needs_its_own_code_is_refused(model: Path) -> None:
-    (model / "processor_config.json").write_text(json.dumps({"auto_map": {"AutoProcessor": "own.Processor"}}))
-    with pytest.raises(CompressionError, match=r"processor_config.json names code of its own for the processor"):
-        check_carried(model)
 
 
 def test_an_output_whose_tokenizer_does_not_load_as_the_sources_does_is_refused(sound: Path, model: Path) -> None:

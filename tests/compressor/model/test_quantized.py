@@ -13,7 +13,6 @@ from transformers import (
     AutoModelForCausalLM,
     CompressedTensorsConfig,
     FineGrainedFP8Config,
-    PreTrainedConfig,
 )
 from transformers.utils.quantization_config import Mxfp4Config
 
@@ -87,10 +86,6 @@ def stock(folder: Path, config_class: type) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16)
 
 
-def configured(**quantization: Any) -> PreTrainedConfig:
-    return AutoConfig.for_model("qwen3_moe", quantization_config=quantization)
-
-
 def load_layer(folder: Path, layer: int, dtype: torch.dtype) -> Any:
     partial = open_model(locate(str(folder)), str(dtype).removeprefix("torch."), "cpu").partial
     partial.load(partial.keys_under(f"model.layers.{layer}"))
@@ -104,9 +99,8 @@ def test_stock_loader_gives_the_hand_dequantised_model(tmp_path: Path, case: str
     plain = plain_model(tmp_path, torch.bfloat16)
     for name, tensor in plain.state_dict().items():
         assert torch.equal(tensor, loaded.state_dict()[name]), name
-    tokens = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        assert torch.equal(plain(tokens).logits, loaded(tokens).logits)
+    tokens = zoo.tokens(plain)
+    assert torch.equal(zoo.logits(plain, tokens), zoo.logits(loaded, tokens))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -128,29 +122,21 @@ def test_a_whole_model_has_the_hand_dequantised_weights(tmp_path: Path, case: st
     loaded, plain = load_whole(tmp_path, dtype=torch.bfloat16), plain_model(tmp_path, torch.bfloat16)
     for name, tensor in plain.state_dict().items():
         assert torch.equal(tensor, loaded.state_dict()[name]), name
-    with torch.no_grad():
-        tokens = torch.tensor([[5, 6, 7]])
-        logits, found = (
-            model(tokens).logits[0, -1].float() for model in (plain, load_writing(tmp_path, "cpu", "auto"))
-        )
-    assert torch.allclose(found, logits, atol=1e-2)
+    tokens, writing = torch.tensor([[5, 6, 7]]), load_writing(tmp_path, "cpu", "auto")
+    assert torch.allclose(zoo.logits(writing, tokens).float(), zoo.logits(plain, tokens).float(), atol=1e-2)
 
 
 AWQ = "W4A8_AWQ is not known; known are NVFP4, W4A16_NVFP4, FP8"
 
 
-@pytest.mark.parametrize(
-    ("method", "options", "message"),
-    [
-        ("gptq", {"bits": 4}, "can't dequantise 'gptq'"),
-        ("modelopt", {"quant_algo": "W4A8_AWQ"}, AWQ),
-        ("modelopt", {"quantization": {"quant_algo": "W4A8_AWQ"}}, AWQ),
-        ("compressed-tensors", {"transform_config": {"config_groups": {"R3": {}}}}, "transform_config"),
-    ],
-)
+@pytest.mark.parametrize(("method", "options", "message"), [
+    ("gptq", {"bits": 4}, "can't dequantise 'gptq'"),
+    ("modelopt", {"quant_algo": "W4A8_AWQ"}, AWQ), ("modelopt", {"quantization": {"quant_algo": "W4A8_AWQ"}}, AWQ),
+    ("compressed-tensors", {"transform_config": {"config_groups": {"R3": {}}}}, "transform_config"),
+])  # fmt: skip
 def test_what_cannot_be_dequantised_is_refused(method: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(CompressionError, match=message):
-        dequantizer(configured(quant_method=method, **options))
+        dequantizer(AutoConfig.for_model("qwen3_moe", quantization_config={"quant_method": method, **options}))
 
 
 def test_a_scale_that_would_not_be_read_is_refused() -> None:
@@ -172,14 +158,11 @@ def test_experts_of_which_only_some_are_quantised_are_refused(tmp_path: Path) ->
         load_layer(tmp_path, 1, torch.float32)
 
 
-@pytest.mark.parametrize("groups", [{}, None], ids=["empty", "absent"])
-def test_compressed_tensors_without_groups_is_plain_or_refused_and_keeps_no_counts(
-    groups: dict[str, Any] | None, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("groups", [{"config_groups": {}}, {}], ids=["empty", "absent"])
+def test_compressed_tensors_without_groups_is_plain_or_refused(groups: dict[str, Any], tmp_path: Path) -> None:
     model = zoo.save("qwen3_moe", tmp_path / "in")
     counts = {"method": "prune", "num_experts": [8] * model.config.num_hidden_layers}
-    quantization: dict[str, Any] = {"quant_method": "compressed-tensors", "moe_sparsity_config": counts}
-    quantization |= {} if groups is None else {"config_groups": groups}
+    quantization = {"quant_method": "compressed-tensors", "moe_sparsity_config": counts, **groups}
 
     def declare(config: dict[str, Any]) -> None:
         config["quantization_config"] = quantization
@@ -198,7 +181,10 @@ def test_compressed_tensors_without_groups_is_plain_or_refused_and_keeps_no_coun
 
 def test_counts_of_the_base_do_not_outlive_a_drop_of_packed_experts(tmp_path: Path) -> None:
     save(tmp_path / "in", "packed-qwen3_moe")
-    change_group(tmp_path / "in", {"moe_sparsity_config": {"method": "prune", "num_experts": [8, 8]}})
+    counts = {"method": "prune", "num_experts": [8, 8]}
+    small.edit_json(
+        tmp_path / "in" / "config.json", lambda config: config["quantization_config"].update(moe_sparsity_config=counts)
+    )
     compressor.compress(str(tmp_path / "in"), tmp_path / "out", strategy="aimer", experts=4)
     content = (tmp_path / "out" / "config.json").read_text()
     assert "config_groups" in content and "moe_sparsity_config" not in content
@@ -207,7 +193,7 @@ def test_counts_of_the_base_do_not_outlive_a_drop_of_packed_experts(tmp_path: Pa
 @pytest.mark.parametrize("order", ["group", "dynamic", True])
 def test_an_order_of_columns_that_is_no_longer_read_is_refused(order: Any, tmp_path: Path) -> None:
     save(tmp_path, "packed-qwen3_moe")
-    change_group(tmp_path, {}, actorder=order)
+    change_group(tmp_path, actorder=order)
     with pytest.raises(CompressionError, match=r"compressed-tensors checkpoint can't be read: .*actorder"):
         load_layer(tmp_path, 1, torch.float32)
 
@@ -238,65 +224,49 @@ def test_parameters_are_counted_by_each_tensors_own_group(targets: list[str], tm
     assert {outcome.experts: outcome.parameters for outcome in report.outcomes}[4] == halved.after.parameters < wanted
 
 
-def change_group(folder: Path, declared: dict[str, Any], **weights: Any) -> None:
+def change_group(folder: Path, **weights: Any) -> None:
     """Have the config of compressed-tensors declare something else."""
-
-    def change(content: dict[str, Any]) -> None:
-        quantization = content["quantization_config"]
-        quantization |= declared
-        quantization["config_groups"]["group_0"]["weights"] |= weights
-
-    small.edit_json(folder / "config.json", change)
+    small.edit_json(
+        folder / "config.json",
+        lambda config: config["quantization_config"]["config_groups"]["group_0"]["weights"].update(weights),
+    )
 
 
-@pytest.mark.parametrize(
-    ("case", "name", "value"),
-    [
-        *(("packed-qwen3_moe", "num_bits", bits) for bits in (2, 3, 5, 8)),
-        *(("packed-asymmetric", "group_size", size) for size in (8, 32)),
-        ("nvfp4-qwen3_moe", "num_bits", 8),
-        ("nvfp4-qwen3_moe", "group_size", 32),
-        ("mxfp4-qwen3_moe", "group_size", 16),
-    ],
-)
-def test_a_config_that_its_packed_tensors_do_not_fit_is_refused(
-    tmp_path: Path, case: str, name: str, value: int
-) -> None:
+@pytest.mark.parametrize(("case", "name", "value"), [
+    *(("packed-qwen3_moe", "num_bits", bits) for bits in (2, 3, 8)), ("packed-asymmetric", "group_size", 32),
+    ("nvfp4-qwen3_moe", "num_bits", 8), ("nvfp4-qwen3_moe", "group_size", 32), ("mxfp4-qwen3_moe", "group_size", 16),
+])  # fmt: skip
+def test_a_config_that_packed_tensors_do_not_fit_is_refused(case: str, name: str, value: int, tmp_path: Path) -> None:
     save(tmp_path, case)
     open_model(locate(str(tmp_path)))
-    change_group(tmp_path, {}, **{name: value})
+    change_group(tmp_path, **{name: value})
     with pytest.raises(CompressionError, match=rf"tensor '.*weight_packed' has shape .* the .*\b{value}\b.* declares"):
         open_model(locate(str(tmp_path)))
 
 
-@pytest.mark.parametrize("storage", [None, "dense", "fakequant"])
-def test_scaled_weights_of_no_known_storage_are_refused(storage: str | None, tmp_path: Path) -> None:
+UNSAID: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "none": lambda quantization: quantization.pop("format"),
+    "dense": lambda quantization: quantization.update(format="dense"),
+    "fakequant": lambda quantization: quantization.update(format="fakequant"),
+    "no weights": lambda quantization: quantization.update(
+        config_groups={"g": {"targets": ["Linear"], "weights": None}}
+    ),
+}
+
+
+@pytest.mark.parametrize("change", UNSAID.values(), ids=UNSAID)
+def test_scaled_weights_of_no_known_storage_are_refused(change: Callable[[Any], Any], tmp_path: Path) -> None:
     save(tmp_path, "int8-qwen3_moe")
-    change_group(tmp_path, {"format": storage} if storage else {})
-    if storage is None:
-        small.edit_json(tmp_path / "config.json", lambda config: config["quantization_config"].pop("format"))
+    small.edit_json(tmp_path / "config.json", lambda config: change(config["quantization_config"]))
     with pytest.raises(CompressionError, match=r"config\.json does not say how it is quantised"):
         load_layer(tmp_path, 1, torch.float32)
 
 
-def test_a_group_that_names_no_weights_is_refused(tmp_path: Path) -> None:
-    save(tmp_path, "int8-qwen3_moe")
-    change_group(tmp_path, {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {}}}})
-    small.edit_json(
-        tmp_path / "config.json",
-        lambda config: config["quantization_config"]["config_groups"]["group_0"].update(weights=None),
-    )
-    with pytest.raises(CompressionError, match=r"config\.json does not say how it is quantised"):
-        load_layer(tmp_path, 1, torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("case", "part"), [("nvfp4-qwen3_moe", "weight_global_scale"), ("packed-qwen3_moe", "weight_shape")]
-)
-def test_a_part_that_all_matrices_lack_is_named(case: str, part: str, tmp_path: Path) -> None:
-    save(tmp_path, case)
-    small.edit_tensors(tmp_path, lambda tensors: [tensors.pop(name) for name in [*tensors] if name.endswith(part)])
-    with pytest.raises(CompressionError, match=f"its {part} is missing"):
+@pytest.mark.parametrize("lack", [("nvfp4-qwen3_moe", "weight_global_scale"), ("packed-qwen3_moe", "weight_shape")])
+def test_a_part_that_all_matrices_lack_is_named(lack: tuple[str, str], tmp_path: Path) -> None:
+    save(tmp_path, lack[0])
+    small.edit_tensors(tmp_path, lambda tensors: [tensors.pop(name) for name in [*tensors] if name.endswith(lack[1])])
+    with pytest.raises(CompressionError, match=f"its {lack[1]} is missing"):
         load_layer(tmp_path, 1, torch.float32)
 
 

@@ -61,7 +61,7 @@ def ends(model: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("family", "stored", "flags"), CASES)
-def test_what_stock_transformers_loads_is_what_runs_and_what_is_written(
+def test_what_stock_transformers_loads_runs_and_is_written(
     family: str, stored: str, flags: str, tmp_path: Path
 ) -> None:
     base = tmp_path / "base"
