@@ -120,14 +120,10 @@ class ExpertUse:
         similarity = (self.cosines / self.tokens.clamp_min(1).reshape(-1, 1, 1)).mean(0)
         return TaskResult(
             **asdict(score),
-            workload=_matrix(workload),
-            similarity=_matrix(similarity),
+            workload=tuple(map(tuple, workload.tolist())),
+            similarity=tuple(map(tuple, similarity.tolist())),
             representations=project(self.sample.outputs, projection),
         )
-
-
-def _matrix(values: Tensor) -> Matrix:
-    return tuple(map(tuple, values.tolist()))
 
 
 def evaluate(

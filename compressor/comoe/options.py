@@ -1,6 +1,5 @@
 """CoMoE's settings: of its layers, and of its training."""
 
-import math
 import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -12,7 +11,6 @@ from compressor.errors import CompressionError
 from compressor.records import check_fields
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
-THIRDS = ("low", "middle", "high")
 
 Targets = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
 Projection = Literal["pca", "tsne"]
@@ -66,14 +64,13 @@ class ComoeConfig:
         if self.layers is None:
             return set(range(count))
         third = max(1, count // 3)
-        bounds = (0, third, 2 * third, count)
+        bounds = {"low": (0, third), "middle": (third, 2 * third), "high": (2 * third, count)}
         numbers = set[int]()
         for part in self.layers.split(","):
             word = part.strip()
             span = re.fullmatch(r"(\d+)(?:-(\d+))?", word)
-            if word in THIRDS:
-                place = THIRDS.index(word)
-                numbers.update(range(bounds[place], bounds[place + 1]))
+            if word in bounds:
+                numbers.update(range(*bounds[word]))
             elif span:
                 first = int(span[1])
                 numbers.update(range(first, min(int(span[2] or first) + 1, count)))
@@ -137,10 +134,3 @@ class TuningOptions:
                 "make it one, so that "
                 "a run that goes on logs what it would have logged"
             )
-
-    def total_steps(self, items: int) -> int:
-        """Steps that training on so many items takes."""
-        if self.steps is not None:
-            return self.steps
-        batches = math.ceil(items / self.batch_size)
-        return max(1, math.ceil(self.epochs * math.ceil(batches / self.accumulation)))
