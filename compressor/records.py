@@ -14,7 +14,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from compressor.errors import CompressionError, reason_of
 
@@ -88,6 +88,8 @@ def plain_json(value: Any, number: Callable[[float], Any] = spelled) -> Any:
     else as text."""
     if isinstance(value, float):
         return number(value)
+    if isinstance(value, BaseModel):
+        value = dict(value)
     if isinstance(value, Mapping):
         return {str(name): plain_json(entry, number) for name, entry in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

@@ -8,7 +8,7 @@ et al., 2025).
 - `contrastive.py`: Algorithm 1 (equations 10 to 12), and the bound of the information gap (theorem
   1);
 - `training.py`: cross entropy with the contrastive loss (equation 13);
-- `evaluating.py`, `representations.py` and `report.py`: use of the experts by task (figures 4 to
+- `evaluating.py` and `report.py`: use of the experts by task (figures 4 to
   7);
 - `cost.py`: time and memory (table 8);
 - `options.py` has the options, `command.py` the commands.

@@ -23,7 +23,8 @@ from compressor.comoe.contrastive import contrastive_loss
 from compressor.comoe.options import ComoeConfig, TuningOptions
 from compressor.errors import CompressionError
 from compressor.files import whole_folder
-from compressor.records import RESTORE, plain_json, read_as, read_json
+from compressor.options import NamedOptions, validated
+from compressor.records import RESTORE, read_object
 
 Model = TypeVar("Model", bound=nn.Module)
 SHORTEST = 1e-12  # length of a row of weights, all of which may be 0
@@ -254,8 +255,7 @@ def targeted(model: nn.Module, config: ComoeConfig) -> dict[str, nn.Linear]:
     return layers
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterFacts:
+class AdapterFacts(NamedOptions):
     """The record beside adapters: their config, the layers they stand beside, and their
     training."""
 
@@ -292,8 +292,10 @@ def write_adapters(
     if not experts:
         raise CompressionError("the model has no LoRA experts to save; put some in with inject")
     layers = {name: features(layer.base) for name, layer in experts.items()}
-    facts = AdapterFacts(next(iter(experts.values())).config, layers, label, training)
-    (folder / FACTS).write_text(json.dumps(plain_json(facts), indent=2) + "\n", encoding="utf-8")
+    config = next(iter(experts.values())).config
+    facts = AdapterFacts(config=config, layers=layers, model=label, training=training)
+    content = json.dumps(facts.model_dump(mode="json"), indent=2) + "\n"
+    (folder / FACTS).write_text(content, encoding="utf-8")
     save_file(adapter_tensors(model), folder / TENSORS, metadata={"format": "pt"})
 
 
@@ -311,7 +313,8 @@ def read_facts(folder: Path) -> AdapterFacts:
             f"{folder} holds no {FACTS} with {TENSORS}; name a folder that `moe-compress comoe "
             "train` has written"
         )
-    return read_as(AdapterFacts, read_json(folder / FACTS, RESTORE, RESTORE), f"{folder / FACTS}: ")
+    path = folder / FACTS
+    return validated(AdapterFacts, read_object(path), str(path), f"{path} has an unknown field")
 
 
 def load_adapters(model: Model, folder: str | Path) -> Model:

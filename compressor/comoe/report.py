@@ -8,8 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from compressor.comoe.evaluating import ComoeEvaluation, Matrix, TaskResult
-from compressor.comoe.representations import Representations
+from compressor.comoe.evaluating import ComoeEvaluation, Matrix, Representations, TaskResult
 from compressor.comoe.training import Trained
 from compressor.document import html
 from compressor.document.blocks import (
@@ -55,9 +54,8 @@ def training_blocks(trained: Trained) -> tuple[Block, ...]:
     figures = tuple((name.replace("_", " "), f"{last[name]:.4f}") for name in parts if name in last)
     size = (
         f"{human_count(trained.parameters)} parameters of "
-        f"{counted(trained.config.experts, 'LoRA expert')} a layer "
-        f"({100 * trained.share:.2f}% of the model's) were trained on "
-        f"{counted(trained.items, 'item')} for "
+        f"{counted(trained.config.experts, 'LoRA expert')} a layer ({100 * trained.share:.2f}% of "
+        f"the model's) were trained on {counted(trained.items, 'item')} for "
         f"{counted(trained.steps, 'step')}."
     )
     cost = f"{trained.cost.seconds:.1f} s, {human_bytes(trained.cost.peak_memory)} beside the model"
@@ -87,9 +85,8 @@ def evaluation_blocks(evaluation: ComoeEvaluation) -> tuple[Table, Table, Text]:
     workload = Table("Share of activations by expert, mean over layers", experts, shares)
     summary = (
         f"{counted(len(evaluation.layers), 'linear layer')} with "
-        f"{counted(evaluation.experts, 'LoRA expert')} each, "
-        f"of which {evaluation.top_k} are activated. Loss is in nats per token of the right "
-        "answers."
+        f"{counted(evaluation.experts, 'LoRA expert')} each, of which {evaluation.top_k} are "
+        "activated. Loss is in nats per token of the right answers."
     )
     cost = evaluation.answering
     if cost is not None:

@@ -166,8 +166,7 @@ class ComoeTrainer(Trainer):
         if not bool(loss.isfinite()):
             raise CompressionError(
                 f"the loss is {float(loss)} at step {self.state.global_step + 1}; lower "
-                "--learning-rate, or check the "
-                "model with --dtype float32"
+                "--learning-rate, or check the model with --dtype float32"
             )
         return (loss, outputs) if return_outputs else loss
 

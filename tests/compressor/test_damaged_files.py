@@ -218,7 +218,7 @@ def one_layer() -> nn.Module:
 @cache
 def adapters() -> tuple[dict[str, Any], bytes]:
     with tempfile.TemporaryDirectory() as place:
-        save_adapters(inject(one_layer(), ComoeConfig(2, 3, targets=("q_proj",))), Path(place) / "made")
+        save_adapters(inject(one_layer(), ComoeConfig(rank=2, experts=3, targets=("q_proj",))), Path(place) / "made")
         return json.loads((Path(place) / "made" / FACTS).read_text()), (Path(place) / "made" / TENSORS).read_bytes()
 
 

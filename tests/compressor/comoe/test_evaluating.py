@@ -8,10 +8,17 @@ import torch
 from torch.nn import functional
 
 from compressor.answers.items import Item, rows_of
-from compressor.comoe.evaluating import ComoeEvaluation, TaskResult, evaluate
+from compressor.comoe.evaluating import (
+    SAMPLED,
+    ComoeEvaluation,
+    ExpertUse,
+    Representations,
+    TaskResult,
+    evaluate,
+    project,
+)
 from compressor.comoe.layer import comoe_layers, inject
 from compressor.comoe.report import NAMES, write_evaluation
-from compressor.comoe.representations import TOKENS, OutputSample, Representations, project
 from tests.support import small
 from tests.support.command_line import names
 from tests.support.tuning_setups import CONFIG, dense, questions
@@ -93,27 +100,27 @@ def test_a_model_without_experts_has_scores_alone() -> None:
 
 def test_a_sample_of_outputs_is_projected_and_grouped_by_expert() -> None:
     outputs = functional.normalize(torch.randn(300, 3, 6, generator=torch.Generator().manual_seed(3)), dim=-1)
-    sample = OutputSample()
+    use = ExpertUse(1, 3, 0)
     for part in outputs.split(50):
-        sample.add(part)
-    found = sample.outputs
+        use.sample(part)
+    found = use.outputs
     places = [int((outputs == row).all(-1).all(-1).nonzero()) for row in found]
-    assert len(set(places)) == TOKENS == len(found) and min(places) < 50 and max(places) >= 250
+    assert len(set(places)) == SAMPLED == len(found) and min(places) < 50 and max(places) >= 250
     shown = project(found, "pca")
     assert shown is not None
     rows = found.transpose(0, 1).reshape(-1, 6).double().numpy()
     centred = rows - rows.mean(0)
     expected = np.abs(centred @ np.linalg.svd(centred)[2][:2].T)
     np.testing.assert_allclose(np.abs(np.reshape(shown.points, (-1, 2))), expected, atol=1e-8)
-    distances = np.linalg.norm(rows[:, None] - rows[None], axis=2).reshape(len(rows), 3, TOKENS)
+    distances = np.linalg.norm(rows[:, None] - rows[None], axis=2).reshape(len(rows), 3, SAMPLED)
     widths = []
     for row, by_expert in enumerate(distances):
-        own = row // TOKENS
-        inside = by_expert[own].sum() / (TOKENS - 1)
+        own = row // SAMPLED
+        inside = by_expert[own].sum() / (SAMPLED - 1)
         outside = min(by_expert[other].mean() for other in range(3) if other != own)
         widths.append((outside - inside) / max(outside, inside))
     assert shown.silhouette == pytest.approx(np.mean(widths))
-    assert np.shape(project(found, "tsne").points) == (3, TOKENS, 2)  # type: ignore[union-attr]
+    assert np.shape(project(found, "tsne").points) == (3, SAMPLED, 2)  # type: ignore[union-attr]
     assert project(torch.zeros_like(found), "pca") is project(found[:1], "pca") is None
 
 
