@@ -97,6 +97,22 @@ def load(group: str, name: str, place: str = "") -> Any:
         ) from error
 
 
+def load_installed(group: str, name: str) -> Any:
+    """Return what an entry point names; refuses one that says by `require_packages` that a package
+    is missing."""
+    plugin = load(group, name)
+    if hasattr(plugin, "require_packages"):
+        plugin.require_packages()
+    return plugin
+
+
+def kind_of_file(model: str) -> str | None:
+    """Return which kind of model file a name's ending stands for, such as gguf; None for any
+    other."""
+    ending = model.rpartition(".")[2].lower()
+    return ending if ending in names(MODEL_FILES) else None
+
+
 def takes(function: Any, count: int) -> bool:
     """Return True if something can be called with this number of positional arguments, as far as is
     known."""

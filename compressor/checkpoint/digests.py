@@ -13,6 +13,7 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path, PurePosixPath
 
 from compressor.checkpoint.reader import read_header, refuse_link
+from compressor.entry_points import kind_of_file
 from compressor.errors import CompressionError
 from compressor.files import BESIDE, SUMS, TEMPLATES, WEIGHTS, file_digest, wrap_full_disk
 from compressor.formatting import counted
@@ -109,7 +110,7 @@ def _is_loaded(name: str) -> bool:
         bool(is_part)
         and not is_inside
         and not name.lower().startswith(LATER)
-        and not name.endswith(".gguf")
+        and kind_of_file(name) is None
     )
 
 
