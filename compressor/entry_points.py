@@ -97,6 +97,17 @@ def load(group: str, name: str, place: str = "") -> Any:
         ) from error
 
 
+def load_only(group: str) -> Any:
+    """Return what the one entry point of a group names; refuses several."""
+    first, *others = names(group)
+    if others:
+        raise CompressionError(
+            f"{first!r} and {others[0]!r} are two {KINDS[group]}s, of which one is used; uninstall "
+            "the other"
+        )
+    return load(group, first)
+
+
 def load_installed(group: str, name: str) -> Any:
     """Return what an entry point names; refuses one that says by `require_packages` that a package
     is missing."""

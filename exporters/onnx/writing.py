@@ -59,10 +59,7 @@ WEIGHTS = "model.onnx.data"
 INLINE_BYTES = 1024  # a tensor no larger than this stays in the graph, where optimisers can read it
 RECORD = "onnx_export.json"
 # options that change nothing of the graph
-UNRECORDED = (
-    "external_bytes",
-    "stream",
-)
+UNRECORDED = ("external_bytes", "stream")
 OF_FILES = ("folder", "nbytes", "external")  # of the summary, which the record leaves out
 
 
