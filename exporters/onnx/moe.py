@@ -153,17 +153,14 @@ def moe_node(experts: Any, scheme: Scheme | None = None) -> tuple[MoeNode, dict[
     hidden, inner = (scheme.padding(plain[name].shape[-1]) for name in (first, second))
     inner_rows = inner * (2 if experts.has_gate else 1)
     tensors = {}
-    for name, bias, columns, rows in (
-        (first, first_bias, hidden, inner_rows),
-        (second, second_bias, inner, hidden),
-    ):
+    for name, columns, rows in ((first, hidden, inner_rows), (second, inner, hidden)):
         scale = first_rows(experts, scales[name]) if name == first else scales[name]
         unpacked = codes(plain[name].float(), scale, scheme)
         tensors[name] = pack(nn.functional.pad(unpacked, (0, columns, 0, rows)), scheme)
         scale = nn.functional.pad(scale, (0, 0, 0, rows), value=1)
         tensors[f"{name}_scales"] = scale if scheme.block else scale[..., 0]
-        if bias is not None:
-            tensors[bias] = nn.functional.pad(plain[bias], (0, rows))
+    for bias, rows in zip(biases, (inner_rows, hidden), strict=False):
+        tensors[bias] = nn.functional.pad(plain[bias], (0, rows))
     names = (first, f"{first}_scales", first_bias, second, f"{second}_scales", second_bias)
     node = MoeNode("QMoE", names, attributes, inner)
     return node, {name: value.contiguous() for name, value in tensors.items()}
