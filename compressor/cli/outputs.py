@@ -71,7 +71,8 @@ def export(
     """
     if format != SAFETENSORS:
         exporter = load_installed(EXPORTERS, format)
-        if not (settings or option or getattr(exporter, "PLANS", False)):  # refused first
+        takes_folders = hasattr(exporter, "export") and not getattr(exporter, "PLANS", False)
+        if takes_folders and not (settings or option):  # what is wrong with these comes first
             refuse_absent(checkpoint)
     if settings.pop("no_past", False):
         settings["past"] = False
