@@ -162,7 +162,7 @@ def moe_node(experts: Any, scheme: Scheme | None = None) -> tuple[MoeNode, dict[
     for bias, rows in zip(biases, (inner_rows, hidden), strict=False):
         tensors[bias] = nn.functional.pad(plain[bias], (0, rows))
     names = (first, f"{first}_scales", first_bias, second, f"{second}_scales", second_bias)
-    node = MoeNode("QMoE", names, attributes, inner)
+    node = MoeNode("QMoE", names, attributes, hidden)
     return node, {name: value.contiguous() for name, value in tensors.items()}
 
 
