@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import field
 from functools import lru_cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any, TypeVar
@@ -96,6 +95,33 @@ def load(group: str, name: str, place: str = "") -> Any:
         ) from error
 
 
+def load_only(group: str) -> Any:
+    """Return what the one entry point of a group names; refuses several."""
+    first, *others = names(group)
+    if others:
+        raise CompressionError(
+            f"{first!r} and {others[0]!r} are two {KINDS[group]}s, of which one is used; uninstall "
+            "the other"
+        )
+    return load(group, first)
+
+
+def load_installed(group: str, name: str) -> Any:
+    """Return what an entry point names; refuses one that says by `require_packages` that a package
+    is missing."""
+    plugin = load(group, name)
+    if hasattr(plugin, "require_packages"):
+        plugin.require_packages()
+    return plugin
+
+
+def kind_of_file(model: str) -> str | None:
+    """Return which kind of model file a name's ending stands for, such as gguf; None for any
+    other."""
+    ending = model.rpartition(".")[2].lower()
+    return ending if ending in names(MODEL_FILES) else None
+
+
 def takes(function: Any, count: int) -> bool:
     """Return True if something can be called with this number of positional arguments, as far as is
     known."""
@@ -115,12 +141,6 @@ def working(group: str, load: Callable[[str], T]) -> Iterator[T]:
             yield load(name)
         except CompressionError as error:
             logger.warning("%s; it is left out", error)
-
-
-def option(default: T, help: str) -> T:
-    """Return a field of a dataclass of options with its help text."""
-    option: T = field(default=default, metadata={"help": help})
-    return option
 
 
 def read_option(text: str, message: str) -> tuple[str, Any]:

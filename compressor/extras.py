@@ -18,7 +18,6 @@ EXTRAS = {
     "backports.zstd": "inspect",
 }
 TASKS = ("lm_eval", "accelerate")  # for tasks of lm-eval
-ONNX = ("onnx", "onnxscript", "onnxruntime")  # to export
 
 
 def require(*packages: str) -> None:

@@ -53,34 +53,34 @@ class ListSummary:
     @property
     def command(self) -> str:
         """The server's command line."""
-        model = shlex.join([self.model, *(["--revision", self.revision] if self.revision else [])])
+        words = ["vllm", "serve", self.model]
+        if self.revision:
+            words += ["--revision", self.revision]
         if self.expert_prune_ratio is None:
-            return (
-                f'vllm serve {model} --hf-overrides "$(cat '
-                f'{shlex.quote(str(self.folder / OVERRIDES))})"'
-            )
+            overrides = shlex.quote(str(self.folder / OVERRIDES))
+            return f'{shlex.join(words)} --hf-overrides "$(cat {overrides})"'
         config = {
             "expert_list_file": str(self.folder / LIST),
             "expert_prune_ratio": self.expert_prune_ratio,
         }
-        return f"vllm serve {model} --additional-config {shlex.quote(json.dumps(config))}"
+        return shlex.join([*words, "--additional-config", json.dumps(config)])
 
     def describe(self) -> tuple[Block, ...]:
         """Counts, the client and its command; a line for steps that the list leaves out."""
-        facts = {
-            "client": self.client,
-            "MoE layers": str(self.layers),
-            "experts kept": f"{self.kept} of {self.layers * self.experts}",
-        }
-        notes = [Text(("Serve with ", Code(self.command)))]
+        facts = (
+            ("client", self.client),
+            ("MoE layers", str(self.layers)),
+            ("experts kept", f"{self.kept} of {self.layers * self.experts}"),
+        )
+        blocks: list[Block] = [Heading("Exported as keep-list"), Facts(facts)]
         if self.not_listed:
-            steps = ", ".join(self.not_listed)
-            note = (
-                "The list has the base's experts as they are, without what these steps did: "
-                f"{steps}"
+            blocks.append(
+                Text(
+                    "The list has the base's experts as they are, without what these steps did: "
+                    f"{', '.join(self.not_listed)}"
+                )
             )
-            notes.insert(0, Text(note))
-        return Heading("Exported as keep-list"), Facts(tuple(facts.items())), *notes
+        return (*blocks, Text(("Serve with ", Code(self.command))))
 
 
 def export(checkpoint: Path, output: Path, options: None, progress: Progress) -> ListSummary:
@@ -120,54 +120,51 @@ def prune_ratio(experts: int, kept: int) -> float:
 
 
 def _kept(plan: Plan, output: Path) -> tuple[ListSummary, str, str]:
+    """Return summary, name and content of a keep list; refuses a plan whose output is not the base
+    with fewer of its experts."""
     expert_plan = plan.expert_plan
-    _refuse_inexpressible(plan)
-    lines = [json.dumps({str(layer.layer): list(layer.slots())}) for layer in expert_plan.layers]
-    experts = expert_plan.layers[0].experts
-    corrected = ["correct"] if plan.correction else []
-    others = [step.name for step in plan.steps if step.name != PRUNE]
-    summary = ListSummary(
-        folder=output,
-        client=ASCEND,
-        model=plan.source.label,
-        revision=plan.source.revision,
-        layers=len(expert_plan.layers),
-        experts=experts,
-        kept=expert_plan.experts * len(expert_plan.layers),
-        expert_prune_ratio=prune_ratio(experts, expert_plan.experts),
-        not_listed=tuple(dict.fromkeys([*corrected, *others])),
-    )
-    return summary, LIST, "".join(f"{line}\n" for line in lines)
-
-
-def _refuse_inexpressible(plan: Plan) -> None:
-    """Refuse a plan whose output is not the base with fewer of its experts."""
-    expert_plan = plan.expert_plan
+    layers = expert_plan.layers
     if plan.split is not None:
-        parts = plan.split["parts"]
         raise CompressionError(
-            f"a keep list names experts of the base, and this plan splits each into {parts}"
+            "a keep list names experts of the base, and this plan splits each into "
+            f"{plan.split['parts']}"
         )
     if expert_plan.top_k is not None:
         raise CompressionError(
             "a keep list leaves the base's top-k, and this plan routes tokens to "
             f"{expert_plan.top_k} experts"
         )
-    for layer in expert_plan.layers:
+    lines = []
+    for layer in layers:
         if not layer.is_drop:
             raise CompressionError(
                 f"{layer.module}: a keep list can drop experts, and this plan merges or scales "
-                "them; plan with a "
-                "strategy that drops, such as reap"
+                "them; plan with a strategy that drops, such as reap"
             )
-    if len({layer.layer for layer in expert_plan.layers}) < len(expert_plan.layers):
+        lines.append(json.dumps({str(layer.layer): list(layer.slots())}) + "\n")
+    if len({layer.layer for layer in layers}) < len(layers):
         raise CompressionError(
             "a keep list has one line for a decoder layer, and this model's have several routers"
         )
-    if len({(layer.experts, len(layer.groups)) for layer in expert_plan.layers}) > 1:
+    if len({(layer.experts, len(layer.groups)) for layer in layers}) > 1:
         raise CompressionError(
             "a keep list has one ratio for all layers, and this model's have unequal numbers"
         )
+    experts = layers[0].experts
+    not_listed = ["correct"] if plan.correction else []
+    not_listed += [step.name for step in plan.steps if step.name != PRUNE]
+    summary = ListSummary(
+        folder=output,
+        client=ASCEND,
+        model=plan.source.label,
+        revision=plan.source.revision,
+        layers=len(layers),
+        experts=experts,
+        kept=expert_plan.experts * len(layers),
+        expert_prune_ratio=prune_ratio(experts, expert_plan.experts),
+        not_listed=tuple(dict.fromkeys(not_listed)),
+    )
+    return summary, LIST, "".join(lines)
 
 
 def _constants(plan: Plan, folder: Path, output: Path) -> tuple[ListSummary, str, str]:
@@ -180,16 +177,14 @@ def _constants(plan: Plan, folder: Path, output: Path) -> tuple[ListSummary, str
     targets = dict[str, dict[str, Any]]()
     for (layer, expert), info in sorted(constants.items()):
         path = info.name.removesuffix(SUFFIX).rpartition(".")[0]
-        target: dict[str, Any] = {
-            "num_logical_experts": experts[layer],
-            "weight_layout": "compact_retained_experts",
-            "replacements": {},
-        }
-        target = targets.setdefault(path, target)
-        target["replacements"][str(expert)] = {
-            "format": "constant-v1",
-            "tensors": {"value": info.name},
-        }
+        if path not in targets:
+            targets[path] = {
+                "num_logical_experts": experts[layer],
+                "weight_layout": "compact_retained_experts",
+                "replacements": {},
+            }
+        replacement = {"format": "constant-v1", "tensors": {"value": info.name}}
+        targets[path]["replacements"][str(expert)] = replacement
     semantics = {
         "preserve_logical_expert_ids": True,
         "preserve_router_weights": True,

@@ -9,6 +9,7 @@ import argparse
 import inspect
 import logging
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -226,6 +227,7 @@ def _onnx(place: Path, out: Path) -> str:
             found = onnx.export(place, out, onnx.ExportOptions(past=past))
         except CompressionError as error:
             reason = RUNTIME_FAULT.sub(r"\1: ", str(error).removesuffix("; nothing was written"))
+            shutil.rmtree(out, ignore_errors=True)
             continue
         others = sorted({route.route for route in found.fallen_back})
         parts = [

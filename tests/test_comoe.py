@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from compressor.answers.items import Item, item_lines
 from compressor.answers.tasks import EvaluationOptions, task_items
-from compressor.comoe.layer import inject_config, save_adapters
+from compressor.comoe.layer import inject, save_adapters
 from tests.support.command_line import Run, names, refused
 from tests.support.eval_tasks import own_tasks
 from tests.support.tuning_setups import CONFIG, dense, questions, save, trained_files
@@ -95,7 +95,7 @@ def test_refusals(
 def test_adapters_that_are_none_are_refused(run: Run, tmp_path: Path, model: Path) -> None:
     words = ("--heldout", data(tmp_path), "--adapters", tmp_path)
     refused(run("comoe", "evaluate", model, *words), r"holds no comoe\.json")
-    save_adapters(inject_config(dense(), CONFIG), tmp_path / "two")
+    save_adapters(inject(dense(), CONFIG), tmp_path / "two")
     words = ("--heldout", data(tmp_path), "--adapters", tmp_path / "two", "--scatter-layer", "lm_head")
     refused(run("comoe", "evaluate", model, *words), "--scatter-layer lm_head has no experts; name one of model")
-    refused(run("comoe", "evaluate", model, *words, "--batch-size", 0), "--batch-size.* greater than or equal to 1")
+    refused(run("comoe", "evaluate", model, *words, "--batch-size", 0), "batch_size is 0; input should be greater")

@@ -13,6 +13,7 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path, PurePosixPath
 
 from compressor.checkpoint.reader import read_header, refuse_link
+from compressor.entry_points import kind_of_file
 from compressor.errors import CompressionError
 from compressor.files import BESIDE, SUMS, TEMPLATES, WEIGHTS, file_digest, wrap_full_disk
 from compressor.formatting import counted
@@ -105,7 +106,7 @@ def damaged_files(folder: Path) -> tuple[list[str], list[str]] | None:
         is_part = WEIGHTS.fullmatch(name) or BESIDE.fullmatch(inner)
         if "/" in name and inner == name:
             is_part = None  # in a folder that loaders don't read
-        if is_part and not name.lower().startswith(LATER) and not name.endswith(".gguf"):
+        if is_part and not name.lower().startswith(LATER) and kind_of_file(name) is None:
             faults.append(f"{name} is not listed in {SUMS}")
     if folder.parent.name == "snapshots":
         recorded = {name: entry for name, entry in recorded.items() if name in present}

@@ -29,6 +29,7 @@ from compressor.checkpoint.reader import (
     refuse_links,
 )
 from compressor.distributed import ranks
+from compressor.entry_points import kind_of_file
 from compressor.errors import CompressionError, reason_of, without_tokens
 from compressor.files import NAME_ONE, SUMS, TEMPLATES, is_local, json_object
 from compressor.progress import Progress, Silent
@@ -280,9 +281,12 @@ def locate(
     are refused."""
     if not model.strip():
         raise CompressionError(f"the model's name is empty; {NAME_ONE}")
-    if model.lower().endswith(".gguf") and not Path(model).is_dir():
-        taking = "inspect, plan, compress and apply --model"
-        raise CompressionError(f"{model} names a GGUF file, which only {taking} take; {NAME_ONE}")
+    kind = kind_of_file(model)
+    if kind is not None and not Path(model).is_dir():
+        raise CompressionError(
+            f"{model} names a {kind.upper()} file, which only inspect, plan, compress and apply "
+            f"--model take; {NAME_ONE}"
+        )
     if is_local(model):
         if revision is not None:
             raise CompressionError(f"{model} is a local folder; --revision is for Hub ids only")

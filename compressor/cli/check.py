@@ -12,6 +12,7 @@ from compressor.answers.options import ServerOptions
 from compressor.cli.options import RUNNING, SERVERS, Running, flag, options_of
 from compressor.cli.terminal import print_report, progress_bars, written_line
 from compressor.document.blocks import Block
+from compressor.entry_points import kind_of_file
 from compressor.files import GOLDEN, lock_output, refuse_absent, write_file
 from compressor.records import plain_json
 
@@ -53,7 +54,7 @@ def check(
     Exit status 1 if it is different.
     """
     refuse_absent(base)
-    if not model.lower().endswith(".gguf"):
+    if kind_of_file(model) is None:
         refuse_absent(model)
     from compressor.checkpoint.source import locate
 

@@ -5,14 +5,13 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 from typer.models import OptionInfo
 
 from compressor.answers.options import ServerOptions
@@ -71,30 +70,16 @@ class Described:
         return " | ".join(map(str, dict.fromkeys(names)))
 
 
-def default_of(field: FieldInfo) -> Any:
-    """Return a field's default as JSON; None without one."""
-    default = None if field.is_required() else field.get_default(call_default_factory=True)
-    return default.model_dump(exclude_defaults=True) if isinstance(default, BaseModel) else default
-
-
-def described(model: Any) -> dict[str, Described]:
-    """Return the fields of a pydantic model or a dataclass; those without a text are not for
-    users."""
-
-    if issubclass(model, BaseModel):
-        return {
-            name: Described(
-                field.annotation,
-                default_of(field),
-                " ".join((field.description or "").split()),
-            )
-            for name, field in model.model_fields.items()
-        }
-    hints = get_type_hints(model)
-    return {
-        field.name: Described(hints[field.name], field.default, field.metadata.get("help", ""))
-        for field in fields(model)
-    }
+def described(model: type[BaseModel]) -> dict[str, Described]:
+    """Return the fields of a class of options; those without a text are not for users."""
+    fields = dict[str, Described]()
+    for name, field in model.model_fields.items():
+        default = None if field.is_required() else field.get_default(call_default_factory=True)
+        if isinstance(default, BaseModel):
+            default = default.model_dump(exclude_defaults=True)
+        text = " ".join((field.description or "").split())
+        fields[name] = Described(field.annotation, default, text)
+    return fields
 
 
 def flag(text: str, panel: str | None = None, *names: str, **more: Any) -> Any:

@@ -25,9 +25,9 @@ from compressor.cli.options import (
 )
 from compressor.cli.terminal import print_json, print_report, progress_bars, written_line
 from compressor.document.blocks import Block, Facts, Heading, Text
-from compressor.entry_points import EXPORTERS, find, read_option
+from compressor.entry_points import EXPORTERS, load_installed, read_option
 from compressor.errors import CompressionError
-from compressor.extras import ONNX, require
+from compressor.extras import require
 from compressor.files import GRAPH, lock_output, refuse_absent, refuse_no_file
 from compressor.formatting import readable
 from compressor.options import Options
@@ -68,12 +68,11 @@ def export(
 
     keep-list takes a plan file, too.
     """
-    if format == "onnx":
-        require(*ONNX)
-        if not (settings or option):  # which are refused first
+    if format != SAFETENSORS:
+        exporter = load_installed(EXPORTERS, format)
+        takes_folders = hasattr(exporter, "export") and not getattr(exporter, "PLANS", False)
+        if takes_folders and not (settings or option):  # what is wrong with these comes first
             refuse_absent(checkpoint)
-    elif format != SAFETENSORS:
-        find(EXPORTERS, format)
     if settings.pop("no_past", False):
         settings["past"] = False
     settings |= dict(

@@ -8,40 +8,8 @@ et al., 2025).
 - `contrastive.py`: Algorithm 1 (equations 10 to 12), and the bound of the information gap (theorem
   1);
 - `training.py`: cross entropy with the contrastive loss (equation 13);
-- `evaluating.py`, `representations.py` and `report.py`: use of the experts by task (figures 4 to
+- `evaluating.py` and `report.py`: use of the experts by task (figures 4 to
   7);
 - `cost.py`: time and memory (table 8);
 - `options.py` has the options, `command.py` the commands.
 """
-
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from compressor.comoe.layer import (
-        LoraExperts,
-        comoe_layers,
-        inject,
-        load_adapters,
-        save_adapters,
-    )
-    from compressor.comoe.options import ComoeConfig
-
-__all__ = [
-    "ComoeConfig",
-    "LoraExperts",
-    "comoe_layers",
-    "inject",
-    "load_adapters",
-    "save_adapters",
-]
-
-
-def __getattr__(name: str) -> Any:
-    """Load a public name on first use (PEP 562), so that the command line reads options without
-    torch."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(
-        import_module(f"{__name__}.{'options' if name == 'ComoeConfig' else 'layer'}"), name
-    )

@@ -21,7 +21,7 @@ from compressor.cli.options import (
     spread,
 )
 from compressor.cli.terminal import alone, print_report, progress_bars, reporting, written_line
-from compressor.comoe.options import TARGETS, ComoeConfig, Projection, TuningOptions
+from compressor.comoe.options import TARGETS, AskingOptions, ComoeConfig, TuningOptions
 from compressor.extras import require
 
 app = typer.Typer(
@@ -67,7 +67,7 @@ def train(
             model,
             output,
             **items.arguments("calibration"),
-            options=TuningOptions(ComoeConfig(**experts), **options),
+            options=TuningOptions(config=ComoeConfig(**experts), **options),
             overwrite=running.overwrite,
             **running.reading(progress),
         )
@@ -86,22 +86,7 @@ def evaluate(
     adapters: Annotated[Path, flag("The folder that `comoe train` has written.")],
     running: Reading,
     items: HeldoutItems,
-    with_base: Annotated[bool, flag("Evaluate the model without adapters, too.")] = False,
-    batch_size: Annotated[int, flag("Items of a batch.", min=1)] = 16,
-    timed_tokens: Annotated[
-        int,
-        flag(
-            "Time a batch of answers of so many generated tokens, and take its memory (0: don't).",
-            min=0,
-        ),
-    ] = 0,
-    projection: Annotated[
-        Projection,
-        flag("How experts' outputs are drawn in two dimensions: pca or tsne.", metavar="NAME"),
-    ] = "pca",
-    scatter_layer: Annotated[
-        str | None, flag("Layer whose experts' outputs are drawn (default: the last).")
-    ] = None,
+    options: Annotated[AskingOptions, options_of(AskingOptions)],
     output: Annotated[
         Path | None, flag("Write a report with pictures into this new folder.")
     ] = None,
@@ -121,11 +106,7 @@ def evaluate(
             model,
             adapters,
             **items.arguments("heldout"),
-            with_base=with_base,
-            batch_size=batch_size,
-            timed_tokens=timed_tokens,
-            projection=projection,
-            scatter_layer=scatter_layer,
+            **options.model_dump(),
             **running.reading(progress),
         )
         files = [] if output is None else write_evaluation(evaluation, output, running.overwrite)

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 EPSILON = 1e-3  # Algorithm 1's constant under the fraction
-TEMPERATURE = 0.07
 
 
 def contrastive_loss(
-    anchor: Tensor, positives: Tensor, negatives: Tensor, temperature: float = TEMPERATURE
+    anchor: Tensor, positives: Tensor, negatives: Tensor, temperature: float
 ) -> Tensor:
     """InfoNCE of one anchor a token, [T, D], [T, P, D], [T, N, D] -> [], the mean over tokens; 0
     for no tokens.

@@ -42,11 +42,9 @@ def measured(device: torch.device) -> Iterator[list[Cost]]:
         if is_cuda:
             torch.cuda.synchronize(device)
     seconds = time.perf_counter() - begin
-    memory = (
-        torch.cuda.max_memory_allocated(device) - held
-        if is_cuda
-        else process.anonymous - process.start
-    )
+    memory = process.anonymous - process.start
+    if is_cuda:
+        memory = torch.cuda.max_memory_allocated(device) - held
     costs.append(Cost(seconds, memory))
 
 
@@ -60,14 +58,9 @@ def answering_cost(
     """
     prompts = []
     for _, rows in with_rows(items[:batch_size], model, tokenizer):
-        prompts.append(rows[0].tokens[: rows[0].start][::-1])
+        prompts.append(rows[0].tokens[: rows[0].start])
     pad = pad_token(tokenizer)
-    backwards, mask = padded(prompts, pad)  # padding comes first
-    prompt = {
-        "inputs": backwards.flip(1).to(model.device),
-        "attention_mask": mask.flip(1).to(model.device),
-    }
-    length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+    token_ids, mask = padded(prompts, pad, side="left")
     model.eval()
     costs = list[Cost]()
     for _ in range(1 + REPEATS):
@@ -78,6 +71,13 @@ def answering_cost(
             torch.no_grad(),
             measured(model.device) as cost,
         ):
-            model.generate(**prompt, **length, do_sample=False, pad_token_id=pad)
+            model.generate(
+                token_ids.to(model.device),
+                attention_mask=mask.to(model.device),
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                do_sample=False,
+                pad_token_id=pad,
+            )
         costs += cost
     return sorted(costs[1:], key=lambda cost: cost.seconds)[REPEATS // 2]

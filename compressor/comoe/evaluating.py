@@ -1,7 +1,8 @@
-"""Scores of a model with LoRA experts, and which experts work on which task (CoMoE, figures 4 and
-5).
+"""Scores of a model with LoRA experts, which experts work on which task, and what they answer to
+the same tokens, as points in two dimensions (CoMoE, figures 4 to 7).
 
-Letters: T tokens, E experts, K of them activated, L layers with experts.
+Letters: T tokens, E experts, K of them activated, D features of an expert's output, L layers with
+experts.
 """
 
 from collections import defaultdict
@@ -24,7 +25,6 @@ from compressor.comoe.contrastive import unit
 from compressor.comoe.cost import Cost, answering_cost
 from compressor.comoe.layer import LoraExperts, comoe_layers, load_adapters, read_facts, watching
 from compressor.comoe.options import Projection
-from compressor.comoe.representations import OutputSample, Representations, project
 from compressor.devices import pick_device
 from compressor.errors import CompressionError
 from compressor.formatting import label
@@ -34,6 +34,8 @@ from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import Progress, quiet_transformers
 
 IGNORED = -100  # the label of tokens that have no loss
+SAMPLED = 128  # tokens of each task
+PERPLEXITY = 30.0  # of t-SNE, where there are enough points
 Example = dict[str, list[int]]
 
 
@@ -60,6 +62,38 @@ def collate(batch: Sequence[Example], pad: int = 0) -> dict[str, Tensor]:
     tokens, mask = padded([example["input_ids"] for example in batch], pad)
     labels, _ = padded([example["labels"] for example in batch], IGNORED)
     return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+@dataclass(frozen=True, slots=True)
+class Representations:
+    """Points of each expert, [E, T, 2], and the silhouette of all unprojected outputs grouped by
+    expert, -1 to 1."""
+
+    points: tuple[tuple[tuple[float, float], ...], ...]
+    silhouette: float
+
+
+def project(outputs: Tensor, projection: Projection) -> Representations | None:
+    """Project outputs [T, E, D] by scikit-learn; None for fewer than two tokens or experts, or all
+    zeros."""
+    from sklearn.decomposition import PCA
+    from sklearn.manifold import TSNE
+    from sklearn.metrics import silhouette_score
+
+    if min(outputs.shape) < 2 or not outputs.any():
+        return None
+    tokens, experts, features = outputs.shape
+    rows = outputs.transpose(0, 1).reshape(-1, features).double().numpy()
+    if projection == "tsne":
+        method = TSNE(
+            2, perplexity=min(PERPLEXITY, (len(rows) - 1) / 3), init="pca", random_state=0
+        )
+    else:
+        method = PCA(2, svd_solver="full")
+    experts_of_rows = np.repeat(np.arange(experts), tokens)
+    silhouette = float(silhouette_score(rows, experts_of_rows))
+    by_expert = method.fit_transform(rows).reshape(experts, tokens, 2).tolist()
+    return Representations(tuple(tuple(map(tuple, pairs)) for pairs in by_expert), silhouette)
 
 
 Matrix = tuple[tuple[float, ...], ...]
@@ -93,8 +127,10 @@ class ExpertUse:
     outputs."""
 
     def __init__(self, layers: int, experts: int, sampled_layer: int) -> None:
-        self.sample = OutputSample()
         self.sampled_layer = sampled_layer
+        self.outputs = torch.zeros(0)  # of that layer's experts for the sampled tokens
+        self._ranks = torch.zeros(0)
+        self._generator = torch.Generator().manual_seed(0)
         self.tokens = torch.zeros(layers, dtype=torch.float64)
         self.activations = torch.zeros(layers, experts, dtype=torch.float64)  # [L, E]
         self.cosines = torch.zeros(layers, experts, experts, dtype=torch.float64)
@@ -105,14 +141,24 @@ class ExpertUse:
             for call in layer.watched or ():
                 indices = call.counted(mask).to(call.inner.device)
                 outputs = unit(layer.outputs(call, indices))
-                chosen = (
-                    call.chosen[indices].flatten().bincount(minlength=self.activations.shape[1])
-                )
+                chosen = call.chosen[indices].flatten().bincount(minlength=outputs.shape[1])
                 self.cosines[number] += torch.einsum("tid,tjd->ij", outputs, outputs).cpu().double()
                 self.activations[number] += chosen.cpu()
                 self.tokens[number] += len(indices)
                 if number == self.sampled_layer:
-                    self.sample.add(outputs)
+                    self.sample(outputs)
+
+    def sample(self, outputs: Tensor) -> None:
+        """Add tokens' outputs, [T, E, D], at unit length, of which each token is as likely to be
+        kept as any other."""
+        ranks = torch.rand(len(outputs), generator=self._generator)
+        ranks, chosen = ranks.topk(min(SAMPLED, len(ranks)), largest=False)
+        together = outputs[chosen.to(outputs.device)].cpu()
+        if len(self._ranks):
+            together = torch.cat((self.outputs, together))
+            ranks = torch.cat((self._ranks, ranks))
+        self._ranks, kept = ranks.topk(min(SAMPLED, len(ranks)), largest=False)
+        self.outputs = together[kept]
 
     def result(self, score: TaskScore, projection: Projection) -> TaskResult:
         """Return the score with the means over tokens, and of similarity over layers."""
@@ -120,14 +166,10 @@ class ExpertUse:
         similarity = (self.cosines / self.tokens.clamp_min(1).reshape(-1, 1, 1)).mean(0)
         return TaskResult(
             **asdict(score),
-            workload=_matrix(workload),
-            similarity=_matrix(similarity),
-            representations=project(self.sample.outputs, projection),
+            workload=tuple(map(tuple, workload.tolist())),
+            similarity=tuple(map(tuple, similarity.tolist())),
+            representations=project(self.outputs, projection),
         )
-
-
-def _matrix(values: Tensor) -> Matrix:
-    return tuple(map(tuple, values.tolist()))
 
 
 def evaluate(

@@ -8,7 +8,7 @@ holds their tensors."""
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from compressor.checkpoint.reader import read_header
 from compressor.comoe.contrastive import contrastive_loss
-from compressor.comoe.options import TARGETS, ComoeConfig
+from compressor.comoe.options import ComoeConfig, TuningOptions
 from compressor.errors import CompressionError
 from compressor.files import whole_folder
-from compressor.records import RESTORE, plain_json, read_as, read_json
+from compressor.options import NamedOptions, validated
+from compressor.records import RESTORE, read_object
 
 Model = TypeVar("Model", bound=nn.Module)
 SHORTEST = 1e-12  # length of a row of weights, all of which may be 0
@@ -40,10 +41,10 @@ class LayerCall:
     linear: Tensor | None = None  # [T, D_out], W x, for DoRA
     stretch: Tensor | None = None  # [E, D_out], for DoRA
 
-    def counted(self, mask: Tensor | None) -> Tensor:
+    def counted(self, mask: Tensor) -> Tensor:
         """Return the indices of the tokens in a batch's mask [B, S]; all for a layer that sees
         other tokens."""
-        if mask is None or mask.numel() != len(self.inner):
+        if mask.numel() != len(self.inner):
             return torch.arange(len(self.inner))
         return mask.reshape(-1).cpu().nonzero().squeeze(1)
 
@@ -105,19 +106,17 @@ class LoraExperts(nn.Module):
         tokens = hidden.reshape(-1, hidden.shape[-1]).to(torch.float32)
         weights, chosen = self.gates(tokens)
         inner = torch.einsum("ti,eri->ter", self.dropout(tokens), self.down)
-        gated = inner * weights.unsqueeze(-1)
+        call = LayerCall(inner, chosen)
+        up: Tensor = self.up
         if self.config.dora:
             linear = straight if self.bias is None else straight - self.bias
             linear = linear.reshape(len(tokens), -1).float()
             stretch = self.magnitude / self.lengths()
             call = LayerCall(inner, chosen, linear, stretch)
-            added = (
-                torch.einsum("ter,eor->to", gated, self.up * stretch.unsqueeze(-1)) * self.scaling
-            )
+            up = up * stretch.unsqueeze(-1)
+        added = torch.einsum("ter,eor->to", inner * weights.unsqueeze(-1), up) * self.scaling
+        if self.config.dora:
             added = added + linear * (weights @ (stretch - 1))
-        else:
-            call = LayerCall(inner, chosen)
-            added = torch.einsum("ter,eor->to", gated, self.up) * self.scaling
         if self.watched is not None:
             self.watched.append(call)
         return straight + added.to(straight.dtype).reshape(straight.shape)
@@ -126,10 +125,9 @@ class LoraExperts(nn.Module):
     def lengths(self) -> Tensor:
         """Return the length of each row of W + scaling * B_i A_i, [E, D_out]."""
         weight = self.weight.float()
-        lengths = [
-            (weight + self.scaling * up @ down).norm(dim=1)
-            for up, down in zip(self.up, self.down, strict=True)
-        ]
+        lengths = []
+        for up, down in zip(self.up, self.down, strict=True):
+            lengths.append((weight + self.scaling * up @ down).norm(dim=1))
         return torch.stack(lengths).clamp_min(SHORTEST)
 
     def outputs(self, call: LayerCall, indices: Tensor) -> Tensor:
@@ -165,96 +163,68 @@ def watching(layers: Mapping[str, LoraExperts]) -> Iterator[None]:
 
 def model_contrast(
     layers: Iterable[LoraExperts],
-    mask: Tensor | None,
-    temperature: float,
-    tokens: int,
+    mask: Tensor,
+    options: TuningOptions,
     generator: torch.Generator,
-    anchors: Literal["one", "all"] = "one",
 ) -> Tensor:
     """The loss of the tokens that watched layers have just seen: the mean over layers, and over the
     tokens of each.
 
     `mask` [B, S] is 0 for tokens that do not count, such as padding; a layer that sees other tokens
-    than the batch's (an expert's own layer) uses all of its own. In each layer at most `tokens` of
-    them are drawn (0: all count). For each token one of its activated experts is drawn as the
-    anchor (Algorithm 1), or each of them is one, and a token's losses are added up (equation 12,
-    whose positives are all other activated experts, as in Algorithm 1)."""
+    than the batch's (an expert's own layer) uses all of its own. In each layer at most
+    `contrastive_tokens` of them are drawn (0: all count). For each token one of its activated
+    experts is drawn as the anchor (Algorithm 1), or each of them is one, and a token's losses are
+    added up (equation 12, whose positives are all other activated experts, as in Algorithm 1)."""
     losses = []
     for layer in layers:
         for call in layer.watched or ():
             if not len(call.inner):
                 continue
             indices = call.counted(mask)
-            if tokens and len(indices) > tokens:
-                indices = indices[
-                    torch.randperm(len(indices), generator=generator)[:tokens].sort().values
-                ]
-            if anchors == "all":
-                positions = [
-                    torch.full((len(indices),), position) for position in range(layer.top_k)
-                ]
+            most = options.contrastive_tokens
+            if most and len(indices) > most:
+                drawn = torch.randperm(len(indices), generator=generator)[:most]
+                indices = indices[drawn.sort().values]
+            count = len(indices)
+            if options.anchors == "all":
+                positions = [torch.full((count,), position) for position in range(layer.top_k)]
             else:
-                positions = [torch.randint(layer.top_k, (len(indices),), generator=generator)]
+                positions = [torch.randint(layer.top_k, (count,), generator=generator)]
             indices = indices.to(call.chosen.device)
+            chosen = call.chosen[indices]
             outputs = layer.outputs(call, indices)  # [T, E, D_out]
             by_anchor = []
             for position in positions:
-                parts = apart(outputs, call.chosen[indices], position.to(indices.device))
-                by_anchor.append(contrastive_loss(*parts, temperature))
+                # the anchor comes first, then its positives, and inactive experts last
+                anchor = chosen.gather(1, position.to(indices.device).unsqueeze(1))
+                rank = torch.full_like(outputs[..., 0], 2).scatter(1, chosen, 1)
+                order = rank.scatter(1, anchor, 0).argsort(dim=1, stable=True)
+                ordered = outputs.gather(1, order.unsqueeze(-1).expand_as(outputs))
+                positives, negatives = ordered[:, 1:].tensor_split([layer.top_k - 1], dim=1)
+                loss = contrastive_loss(ordered[:, 0], positives, negatives, options.temperature)
+                by_anchor.append(loss)
             losses.append(torch.stack(by_anchor).sum())
     return torch.stack(losses).mean()
 
 
-def apart(outputs: Tensor, chosen: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 1's anchor, positives, negatives: [T, E, D], [T, K], [T] -> [T, D], [T, K - 1, D],
-    [T, E - K, D]."""
-    tokens, experts, _ = outputs.shape
-    top_k = chosen.shape[1]
-    # inactive experts come last
-    rank = torch.full((tokens, experts), 2, device=outputs.device).scatter(1, chosen, 1)
-    rank = rank.scatter(1, chosen.gather(1, anchors.unsqueeze(1)), 0)
-    order = rank.argsort(dim=1, stable=True)
-    sorted_outputs = outputs.gather(1, order.unsqueeze(-1).expand_as(outputs))
-    return sorted_outputs[:, 0], sorted_outputs[:, 1:top_k], sorted_outputs[:, top_k:]
-
-
-def inject(
-    model: Model,
-    r: int = 16,
-    experts: int = 4,
-    top_k: int = 2,
-    targets: Sequence[str] = TARGETS,
-    *,
-    alpha: float | None = None,
-    dropout: float = 0.05,
-    seed: int = 0,
-    layers: str | None = None,
-    dora: bool = False,
-) -> Model:
+def inject(model: Model, config: ComoeConfig) -> Model:
     """Put LoRA experts with a router beside every `nn.Linear` whose name ends with a target; all
     else is frozen.
 
-    The model is changed in place and returned; it computes the same until it is trained. `alpha` is
-    2 r by default. Raises `CompressionError` where a target names no layer, or the model has
-    experts of this kind already."""
-    return inject_config(
-        model, ComoeConfig(r, experts, top_k, tuple(targets), alpha, dropout, seed, layers, dora)
-    )
-
-
-def inject_config(model: Model, config: ComoeConfig) -> Model:
-    """The same, from a config."""
+    The model is changed in place and returned; it computes the same until it is trained. Raises
+    `CompressionError` where a target names no layer, or the model has experts of this kind
+    already."""
     if comoe_layers(model):
         raise CompressionError(
             "the model has LoRA experts already; load it anew before putting others in"
         )
+    layers = targeted(model, config)
     for target in config.targets:
-        if not targeted(model, (target,), config):
-            ends = {
-                name.rpartition(".")[2]
-                for name, module in model.named_modules()
-                if isinstance(module, nn.Linear)
-            }
+        if not any(f".{name}".endswith(f".{target}") for name in layers):
+            ends = set[str]()
+            for name, module in model.named_modules():
+                if isinstance(module, nn.Linear):
+                    ends.add(name.rpartition(".")[2])
             known = f"they end with {', '.join(sorted(ends))}" if ends else "it has none"
             within = f"in decoder layers {config.layers} " if config.layers else ""
             raise CompressionError(
@@ -263,43 +233,29 @@ def inject_config(model: Model, config: ComoeConfig) -> Model:
             )
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(config.seed)
-    for name, base in targeted(model, config.targets, config).items():
+    for name, base in layers.items():
         model.set_submodule(name, LoraExperts(base, config, generator).train(base.training))
     return model
 
 
-def targeted(
-    model: nn.Module, targets: Sequence[str], config: ComoeConfig | None = None
-) -> dict[str, nn.Linear]:
-    """The linear layers whose name's last parts are one of the targets, by name; those in a
-    config's decoder layers."""
-    endings = tuple(f".{target}" for target in targets)
+def targeted(model: nn.Module, config: ComoeConfig) -> dict[str, nn.Linear]:
+    """The linear layers whose name's last parts are one of a config's targets, by name, in its
+    decoder layers: those entries of the outermost list of modules."""
+    endings = tuple(f".{target}" for target in config.targets)
+    lists = dict[str, set[int]]()  # the prefix of what is in an outermost list
     layers = {}
     for name, module in model.named_modules():
-        if (
-            isinstance(module, nn.Linear)
-            and f".{name}".endswith(endings)
-            and _is_within(model, name, config)
-        ):
-            layers[name] = module
+        outer = next((prefix for prefix in lists if name.startswith(prefix)), None)
+        if isinstance(module, nn.ModuleList) and outer is None:
+            lists[f"{name}."] = config.decoder_layers(len(module))
+        if isinstance(module, nn.Linear) and f".{name}".endswith(endings):
+            number = name.removeprefix(outer or "").partition(".")[0]
+            if config.layers is None or (outer is not None and int(number) in lists[outer]):
+                layers[name] = module
     return layers
 
 
-def _is_within(model: nn.Module, name: str, config: ComoeConfig | None) -> bool:
-    """Return True if a module lies in one of a config's decoder layers: in that entry of the
-    outermost list."""
-    if config is None or config.layers is None:
-        return True
-    parts = name.split(".")
-    for end, part in enumerate(parts):
-        outer = model.get_submodule(".".join(parts[:end]))
-        if isinstance(outer, nn.ModuleList):
-            return int(part) in config.decoder_layers(len(outer))
-    return False
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterFacts:
+class AdapterFacts(NamedOptions):
     """The record beside adapters: their config, the layers they stand beside, and their
     training."""
 
@@ -308,6 +264,10 @@ class AdapterFacts:
     model: str = ""  # that they were trained on
     training: Mapping[str, Any] | None = None
     format: Literal["moe-compressor-comoe/1"] = "moe-compressor-comoe/1"
+
+
+def features(layer: nn.Linear) -> tuple[int, int]:
+    return layer.in_features, layer.out_features
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -331,11 +291,11 @@ def write_adapters(
     experts = comoe_layers(model)
     if not experts:
         raise CompressionError("the model has no LoRA experts to save; put some in with inject")
-    layers = {
-        name: (layer.base.in_features, layer.base.out_features) for name, layer in experts.items()
-    }
-    facts = AdapterFacts(next(iter(experts.values())).config, layers, label, training)
-    (folder / FACTS).write_text(json.dumps(plain_json(facts), indent=2) + "\n", encoding="utf-8")
+    layers = {name: features(layer.base) for name, layer in experts.items()}
+    config = next(iter(experts.values())).config
+    facts = AdapterFacts(config=config, layers=layers, model=label, training=training)
+    content = json.dumps(facts.model_dump(mode="json"), indent=2) + "\n"
+    (folder / FACTS).write_text(content, encoding="utf-8")
     save_file(adapter_tensors(model), folder / TENSORS, metadata={"format": "pt"})
 
 
@@ -353,7 +313,8 @@ def read_facts(folder: Path) -> AdapterFacts:
             f"{folder} holds no {FACTS} with {TENSORS}; name a folder that `moe-compress comoe "
             "train` has written"
         )
-    return read_as(AdapterFacts, read_json(folder / FACTS, RESTORE, RESTORE), f"{folder / FACTS}: ")
+    path = folder / FACTS
+    return validated(AdapterFacts, read_object(path), str(path), f"{path} has an unknown field")
 
 
 def load_adapters(model: Model, folder: str | Path) -> Model:
@@ -365,22 +326,18 @@ def load_adapters(model: Model, folder: str | Path) -> Model:
     facts = read_facts(Path(folder))
     config = facts.config
     trained_on = f" ({facts.model})" if facts.model else ""
-    linear = targeted(model, config.targets, config)
+    present = {name: features(layer) for name, layer in targeted(model, config).items()}
     shapes = dict[str, tuple[int, ...]]()
-    for name in dict.fromkeys((*facts.layers, *linear)):
-        trained = (
-            "{} by {} features".format(*facts.layers[name]) if name in facts.layers else "missing"
-        )
-        present = (
-            f"{linear[name].in_features} by {linear[name].out_features} features"
-            if name in linear
-            else "missing"
-        )
-        if trained != present:
+    for name in dict.fromkeys((*facts.layers, *present)):
+        sizes = facts.layers.get(name), present.get(name)
+        if sizes[0] != sizes[1]:
+            trained, here = (
+                "{} by {} features".format(*size) if size else "missing" for size in sizes
+            )
             raise CompressionError(
                 f"the adapters in {folder} were trained on another model{trained_on}: there layer "
                 f"{name!r} is "
-                f"{trained}, in this model {present}; name the model that they were trained on"
+                f"{trained}, in this model {here}; name the model that they were trained on"
             )
         into, out = facts.layers[name]
         shapes[f"{name}.router"] = (config.experts, into)
@@ -391,5 +348,5 @@ def load_adapters(model: Model, folder: str | Path) -> Model:
     if {name: tuple(info.shape) for name, info in read_header(path).items()} != shapes:
         raise CompressionError(f"{path} does not fit the {FACTS} beside it; {RESTORE}")
     # strict would miss the model's own tensors
-    inject_config(model, config).load_state_dict(load_file(path), strict=False)
+    inject(model, config).load_state_dict(load_file(path), strict=False)
     return model

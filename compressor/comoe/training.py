@@ -3,6 +3,7 @@ complete."""
 
 import hashlib
 import json
+import math
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from compressor.answers.asking import pad_token, with_rows
-from compressor.answers.items import Item, item_lines
+from compressor.answers.items import item_lines
 from compressor.answers.lm_eval_run import identity as identity_of
 from compressor.answers.tasks import items_of
 from compressor.checkpoint.source import locate
@@ -37,7 +38,7 @@ from compressor.comoe.layer import (
     TENSORS,
     adapter_tensors,
     comoe_layers,
-    inject_config,
+    inject,
     model_contrast,
     watching,
     write_adapters,
@@ -59,7 +60,10 @@ def training_arguments(
     options: TuningOptions, items: int, run: Path, use_cpu: bool
 ) -> TrainingArguments:
     """Return the arguments of transformers' Trainer, for one device."""
-    steps = options.total_steps(items)
+    steps = options.steps
+    if steps is None:
+        batches = math.ceil(math.ceil(items / options.batch_size) / options.accumulation)
+        steps = max(1, math.ceil(options.epochs * batches))
     arguments = TrainingArguments(
         output_dir=str(run),
         max_steps=steps,
@@ -147,10 +151,8 @@ class ComoeTrainer(Trainer):
                     term = model_contrast(
                         self.experts_beside.values(),
                         inputs["attention_mask"],
-                        self.options.temperature,
-                        self.options.contrastive_tokens,
+                        self.options,
                         self._generator,
-                        self.options.anchors,
                     )
         # a model that is told the step's number of answer tokens divides by it; else the Trainer
         # divides by the batches
@@ -164,8 +166,7 @@ class ComoeTrainer(Trainer):
         if not bool(loss.isfinite()):
             raise CompressionError(
                 f"the loss is {float(loss)} at step {self.state.global_step + 1}; lower "
-                "--learning-rate, or check the "
-                "model with --dtype float32"
+                "--learning-rate, or check the model with --dtype float32"
             )
         return (loss, outputs) if return_outputs else loss
 
@@ -248,64 +249,33 @@ def train_comoe(
     each), or the lines of the JSONL file `calibration`; those that cannot be trained on are left
     out, or refused if `strict`. The whole model is read into memory. A run that was killed goes on
     when it is started again."""
-    check_folder(Path(output), NAMES, overwrite)
+    output = Path(output)
+    options = options or TuningOptions()
+    check_folder(output, NAMES, overwrite)
     items = items_of(tasks, calibration, limit, include_path, strict, training=True)
     source = locate(model, revision, progress)
     tokenizer, loaded = load(source, dtype)
-    return train(
-        loaded,
-        tokenizer,
-        items,
-        options or TuningOptions(),
-        Path(output),
-        label=source.label,
-        identity={**identity_of(source), "dtype": str(loaded.dtype)},
-        overwrite=overwrite,
-        strict=strict,
-        use_cpu=pick_device(device).type == "cpu",
-        progress=progress,
-    )
-
-
-def train(
-    model: Any,
-    tokenizer: Any,
-    items: Sequence[Item],
-    options: TuningOptions,
-    output: Path,
-    *,
-    label: str = "",
-    identity: Mapping[str, Any] | None = None,
-    overwrite: bool = False,
-    strict: bool = False,
-    use_cpu: bool = True,
-    progress: Progress | None = None,
-) -> Trained:
-    """Put experts into a model, train them on the items' answers, and write the adapters and the
-    log to `output`.
-
-    A killed run goes on from its last checkpoint, and ends with the same bytes, where everything
-    that decides them is the same: `identity` says what tells the model apart from others. Raises
-    `CompressionError` for a loss that is no number."""
-    questions = with_rows(items, model, tokenizer, strict, options.cutoff)
+    identity = {**identity_of(source), "dtype": str(loaded.dtype)}
+    use_cpu = pick_device(device).type == "cpu"
+    questions = with_rows(items, loaded, tokenizer, strict, options.cutoff)
     items = [item for item, _ in questions]
     dataset = examples(questions)
     digest = hashlib.sha256(item_lines(items).encode()).hexdigest()
-    inject_config(model, options.config)
-    settings = {"options": options, "data": digest, "model": dict(identity or {"name": label})}
+    inject(loaded, options.config)
+    settings = plain_json({"options": options, "data": digest, "model": identity})
     with lock_output(output) as work:
         run = work / "training"
-        last = _last_checkpoint(run, json.dumps(plain_json(settings), sort_keys=True))
+        last = _last_checkpoint(run, json.dumps(settings, sort_keys=True))
         trainer = ComoeTrainer(
-            model, dataset, options, run, pad_token(tokenizer), use_cpu, progress or Silent()
+            loaded, dataset, options, run, pad_token(tokenizer), use_cpu, progress or Silent()
         )
         remedies = "lower --batch-size", "see whether stock transformers can train the model"
         first_step = json_object(last / TRAINER_STATE_NAME)["global_step"] if last else 0
-        device = trainer.args.device
+        target = trainer.args.device
         with (
             quiet_transformers(),
             wrap_faults("the model could not be trained", *remedies),
-            measured(device) as costs,
+            measured(target) as costs,
         ):
             if last is None:
                 trainer.train()
@@ -314,43 +284,36 @@ def train(
             else:  # all steps were taken, and the stock loop might take one more
                 trainer._load_from_checkpoint(str(last))
                 trainer.state = TrainerState.load_from_json(str(last / TRAINER_STATE_NAME))
-        trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
-        share = trained / (sum(value.numel() for value in model.parameters()) - trained)
-        cost = {
-            **asdict(costs[0]),
-            "steps": trainer.state.global_step - first_step,
-            "device": device,
-        }
-        log = tuple(line for line in trainer.state.log_history if "loss" in line)
+        trained = sum(value.numel() for value in loaded.parameters() if value.requires_grad)
+        outcome = Trained(
+            config=options.config,
+            items=len(dataset),
+            steps=trainer.state.global_step,
+            parameters=trained,
+            share=trained / (sum(value.numel() for value in loaded.parameters()) - trained),
+            log=tuple(line for line in trainer.state.log_history if "loss" in line),
+            files=tuple(output / name for name in NAMES),
+            cost=costs[0],
+        )
+        cost = {**asdict(outcome.cost), "steps": outcome.steps - first_step, "device": target}
+        settings["options"].pop("config")  # which stands beside
         training = {
-            "items": len(items),
+            "items": outcome.items,
             "tasks": Counter(item.task for item in items),
             "data": digest,
-            "steps": trainer.state.global_step,
-            "parameters": trained,
-            "share": share,
-            "options": {
-                name: value for name, value in plain_json(options).items() if name != "config"
-            },
+            "steps": outcome.steps,
+            "parameters": outcome.parameters,
+            "share": outcome.share,
+            "options": settings["options"],
         }
         with whole_folder(output, NAMES, overwrite) as folder:
-            write_adapters(model, folder, label, training)
+            write_adapters(loaded, folder, source.label, training)
             # as the Trainer keeps them
-            lines = (json.dumps(plain_json(line), sort_keys=True) + "\n" for line in log)
+            lines = (json.dumps(plain_json(line), sort_keys=True) + "\n" for line in outcome.log)
             (folder / LOG).write_text("".join(lines), encoding="utf-8")
             (folder / COST).write_text(json.dumps(plain_json(cost)) + "\n", encoding="utf-8")
         shutil.rmtree(run, ignore_errors=True)
-    files = tuple(output / name for name in NAMES)
-    return Trained(
-        options.config,
-        len(dataset),
-        trainer.state.global_step,
-        trained,
-        share,
-        log,
-        files,
-        costs[0],
-    )
+    return outcome
 
 
 def _last_checkpoint(run: Path, settings: str) -> Path | None:

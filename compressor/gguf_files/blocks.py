@@ -4,13 +4,14 @@ sizes."""
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from compressor.checkpoint.reader import Size
 from compressor.errors import CompressionError
+from compressor.extras import require
 from compressor.formatting import counted, joined
-from compressor.gguf_files.header import Gguf, GgufTensor, open_gguf, type_name
+from compressor.gguf_files.header import Gguf, GgufTensor, open_gguf
 from compressor.model.inspection import PARTS, Part, SmallerSize, candidates
 from compressor.model.moe_layer import MoeLayer, check_count
 
@@ -70,9 +71,9 @@ def find_blocks(model: Gguf) -> Blocks:
         if match:
             block_of[name] = int(match[1])
         elif STRANGE.search(name) and not WHOLE.fullmatch(name):
-            remedy = "compress the checkpoint that the file was made of and convert the result"
             raise CompressionError(
-                f"{where}: the tensor {name} belongs to experts in an unknown way; {remedy}"
+                f"{where}: the tensor {name} belongs to experts in an unknown way; compress the "
+                "checkpoint that the file was made of and convert the result"
             )
     if experts < 1 or not block_of:
         raise CompressionError(
@@ -81,13 +82,11 @@ def find_blocks(model: Gguf) -> Blocks:
     numbers = sorted(set(block_of.values()))
     tensors = model.tensors
     for name in block_of:
-        if tensors[name].shape[:1] != (experts,):
-            shape = (
-                f"the shape {list(tensors[name].shape)}, which does not begin with the "
-                f"{experts} experts"
-            )
+        shape = [*tensors[name].shape]
+        if shape[:1] != [experts]:
             raise CompressionError(
-                f"{where}: {name} has {shape}; convert the model with a newer llama.cpp"
+                f"{where}: {name} has the shape {shape}, which does not begin with the {experts} "
+                "experts; convert the model with a newer llama.cpp"
             )
     for number in numbers:
         for name in (GATE.format(number), DOWN.format(number)):
@@ -95,36 +94,32 @@ def find_blocks(model: Gguf) -> Blocks:
                 raise CompressionError(
                     f"{where}: blk.{number} has experts but no {name}; it is not supported"
                 )
-    layers = tuple(_layer(model, arch, number) for number in numbers)
+    groups = max(1, first.number(f"{arch}.expert_group_count"))
+    used = first.content(f"{arch}.expert_used_count")  # hybrids have one for each block
+    layers = []
+    for number in numbers:
+        block = f"blk.{number}"
+        layer = MoeLayer(
+            name=block,
+            block=block,
+            router=GATE.format(number),
+            decoder_layer=block,
+            index=number,
+            experts=experts,
+            top_k=used[number] if isinstance(used, tuple) else int(used or 0),
+            routing_groups=groups,
+            chosen_groups=max(1, first.number(f"{arch}.expert_group_used_count", groups)),
+            experts_per_group=PER_GROUP if groups > 1 else 1,
+        )
+        check_count(layer, experts, f"{where}: {block}")
+        layers.append(layer)
     last = first.number(f"{arch}.block_count")
-    heads = frozenset(
-        range(last - min(first.number(f"{arch}.nextn_predict_layers"), last), last)
-    ) & {*numbers}
+    further = min(first.number(f"{arch}.nextn_predict_layers"), last)
+    heads = frozenset(range(last - further, last)) & {*numbers}
     digest = hashlib.sha256(arch.encode())
     for number in numbers:
         digest.update(f"blk.{number}".encode() + tensors[GATE.format(number)].read())
-    return Blocks(model, arch, layers, heads, block_of, FINGERPRINT + digest.hexdigest())
-
-
-def _layer(model: Gguf, arch: str, number: int) -> MoeLayer:
-    first = model.first
-    name = f"blk.{number}"
-    groups = max(1, first.number(f"{arch}.expert_group_count"))
-    used = first.content(f"{arch}.expert_used_count")  # hybrids have one for each block
-    layer = MoeLayer(
-        name=name,
-        block=name,
-        router=GATE.format(number),
-        decoder_layer=name,
-        index=number,
-        experts=first.number(f"{arch}.expert_count"),
-        top_k=used[number] if isinstance(used, tuple) else int(used or 0),
-        routing_groups=groups,
-        chosen_groups=max(1, first.number(f"{arch}.expert_group_used_count", groups)),
-        experts_per_group=PER_GROUP if groups > 1 else 1,
-    )
-    check_count(layer, layer.experts, f"{first.path.name}: {name}")
-    return layer
+    return Blocks(model, arch, tuple(layers), heads, block_of, FINGERPRINT + digest.hexdigest())
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +148,9 @@ class GgufInspection:
 
 def inspect_gguf(path: str, experts: int | None = None) -> GgufInspection:
     """The report for a GGUF file, or the first of several; reads no tensor but the routers."""
+    require("gguf")
+    from gguf.constants import GGMLQuantizationType
+
     model = open_gguf(path)
     blocks = find_blocks(model)
     first = model.first
@@ -164,12 +162,33 @@ def inspect_gguf(path: str, experts: int | None = None) -> GgufInspection:
             f", {layer.routing_groups} routing groups of which a token may use "
             f"{layer.chosen_groups}"
         )
+    by_part: dict[str, list[GgufTensor]] = {part: [] for part in PARTS}
+    kinds: dict[str, Counter[str]] = {}  # of each kind of expert weights
+    for tensor in tensors:
+        name = tensor.name
+        part = "attention" if ".attn" in name else "other"
+        if EXPERTS.fullmatch(name):
+            part = "routed experts"
+            if name.endswith("_exps.weight"):
+                of_kind = kinds.setdefault(name.split(".")[2], Counter())
+                of_kind[GGMLQuantizationType(tensor.kind).name] += 1
+        elif name in blocks.block_of:
+            part = "routers"
+        elif name.startswith(("token_embd.", "output.")):
+            part = "embeddings"
+        elif "shexp" in name:
+            part = "shared experts"
+        by_part[part].append(tensor)
     total = Size.of(tensors)
     parts = []
-    for part in PARTS:
-        size = Size.of(tensor for tensor in tensors if _part_of(tensor.name, blocks) == part)
+    for part, inside in by_part.items():
+        size = Size.of(inside)
         if size.parameters:
             parts.append(Part(part, size.parameters, size.bytes))
+    quantization = {}
+    for name, counts in kinds.items():
+        several = [f"{kind} in {counted(count, 'block')}" for kind, count in counts.most_common()]
+        quantization[name] = joined(several) if len(counts) > 1 else next(iter(counts))
     outcomes = []
     for count in candidates(blocks.layers, experts):
         size = Size.of(blocks.cut(tensor, count) for tensor in tensors)
@@ -186,7 +205,7 @@ def inspect_gguf(path: str, experts: int | None = None) -> GgufInspection:
         routing=routing,
         shared_experts=first.number(f"{blocks.arch}.expert_shared_count"),
         heads=tuple(sorted(blocks.heads)),
-        quantization=_quantization(tensors),
+        quantization=quantization,
         parameters=total.parameters,
         bytes=total.bytes,
         parts=tuple(parts),
@@ -194,27 +213,3 @@ def inspect_gguf(path: str, experts: int | None = None) -> GgufInspection:
         pruned_before=PLANS in first.values,
         module_of_layers=tuple(layer.name for layer in blocks.layers),
     )
-
-
-def _quantization(tensors: Iterable[GgufTensor]) -> dict[str, str]:
-    """The quantisation of each kind of expert weights, such as 'Q6_K in 12 blocks and Q4_K in 12
-    blocks'."""
-    kinds: dict[str, Counter[str]] = {}
-    for tensor in tensors:
-        if EXPERTS.fullmatch(tensor.name) and tensor.name.endswith("_exps.weight"):
-            kinds.setdefault(tensor.name.split(".")[2], Counter())[type_name(tensor.kind)] += 1
-    words = {}
-    for name, blocks in kinds.items():
-        several = [f"{kind} in {counted(count, 'block')}" for kind, count in blocks.most_common()]
-        words[name] = joined(several) if len(blocks) > 1 else next(iter(blocks))
-    return words
-
-
-def _part_of(name: str, blocks: Blocks) -> str:
-    if name in blocks.block_of:
-        return "routed experts" if EXPERTS.fullmatch(name) else "routers"
-    if name.startswith(("token_embd.", "output.")):
-        return "embeddings"
-    if "shexp" in name:
-        return "shared experts"
-    return "attention" if ".attn" in name else "other"

@@ -5,8 +5,8 @@ to the file.
 in], the sums of the squares of its inputs, and `W.counts` [E, 1], the rows that were seen."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.files import file_digest
 from compressor.formatting import known_names
-from compressor.gguf_files.blocks import DOWN, FINGERPRINT, GATE, Blocks
-from compressor.gguf_files.header import Gguf, GgufTensor, read_header, type_name, type_sizes
+from compressor.gguf_files.blocks import DOWN, FINGERPRINT, GATE, Blocks, find_blocks
+from compressor.gguf_files.header import Gguf, GgufTensor, Header, open_gguf, read_header
 from compressor.model.moe_layer import MoeLayer, resolve_count
 from compressor.model.opened import open_model
 from compressor.recipe.plan import ExpertPlan, LayerPlan, Source
@@ -38,14 +38,12 @@ ROUNDING = 2.0**-7  # of the largest entry: a router that was stored in bfloat16
 SAME = "The routers are those of the plan's source"
 DIFFERENT = (
     "The routers are not those of the plan's source: {} differs by {:.2g} of its largest entry, "
-    "so the plan may keep "
-    "the wrong experts"
+    "so the plan may keep the wrong experts"
 )
 UNCHECKED = (
     "A plan made on a checkpoint does not record its weights, and that checkpoint is not "
-    "available, so only layers, "
-    "experts and top-k were compared with the file: make sure that it was converted from the "
-    "plan's source"
+    "available, so only layers, experts and top-k were compared with the file: make sure that it "
+    "was converted from the plan's source"
 )
 MATCH = "apply it to the GGUF file of the same model"
 Numbers = npt.NDArray[np.float64]
@@ -54,68 +52,40 @@ COUNTS = "count-guided"
 FLOAT32 = 0  # the number of this type in GGUF
 
 
-@dataclass(frozen=True, slots=True)
-class Imatrix:
-    """An importance matrix on disk."""
-
-    path: Path
-    tensors: Mapping[str, GgufTensor]  # W.in_sum2 and W.counts
-
-    def read(self, name: str, experts: int, width: int) -> Numbers:
-        """The numbers of a tensor as [E, width]."""
-        tensor = self.tensors.get(name)
-        if tensor is None:
-            raise CompressionError(f"{self.path} has no {name}; make an imatrix of this very model")
-        if tensor.parameters != experts * width:
-            counts = (
-                f"{name} has {tensor.parameters:,} numbers, {experts} experts need "
-                f"{experts * width:,}"
-            )
-            raise CompressionError(f"{self.path}: {counts}; make an imatrix of this very model")
-        numbers = np.frombuffer(tensor.read(), "<f4").astype(np.float64)
-        if not (np.isfinite(numbers).all() and (numbers >= 0).all()):
-            raise CompressionError(
-                f"{self.path}: {name} has numbers that are no sums of squares; make it again"
-            )
-        return numbers.reshape(experts, width)
-
-
-def read_imatrix(path: Path) -> Imatrix:
-    """Find the tensors of an importance matrix; raises `CompressionError` for a file that is
-    none."""
-    header = read_header(path)
-    if header.text("general.type") != "imatrix":
+def imatrix_numbers(imatrix: Header, name: str, experts: int, width: int) -> Numbers:
+    """The numbers of a tensor of an importance matrix as [E, width]."""
+    tensor = next((tensor for tensor in imatrix.tensors if tensor.name == name), None)
+    if tensor is None or tensor.kind != FLOAT32:
+        raise CompressionError(f"{imatrix.path} has no {name}; make an imatrix of this very model")
+    if tensor.parameters != experts * width:
         raise CompressionError(
-            f"--imatrix {path} is a GGUF file, but no importance matrix; make one by llama-imatrix"
+            f"{imatrix.path}: {name} has {tensor.parameters:,} numbers, {experts} experts need "
+            f"{experts * width:,}; make an imatrix of this very model"
         )
-    return Imatrix(
-        path, {tensor.name: tensor for tensor in header.tensors if tensor.kind == FLOAT32}
-    )
+    numbers = np.frombuffer(tensor.read(), "<f4").astype(np.float64)
+    if not (np.isfinite(numbers).all() and (numbers >= 0).all()):
+        raise CompressionError(
+            f"{imatrix.path}: {name} has numbers that are no sums of squares; make it again"
+        )
+    return numbers.reshape(experts, width)
 
 
-def count_scores(model: Gguf, layer: MoeLayer, imatrix: Imatrix) -> torch.Tensor:
-    """Tokens routed to each expert: [E] (He et al. 2024, arXiv:2406.02500)."""
-    return torch.from_numpy(
-        imatrix.read(f"{DOWN.format(layer.index)}.counts", layer.experts, 1)[:, 0].copy()
-    )
+def imatrix_scores(model: Gguf, layer: MoeLayer, imatrix: Header, strategy: str) -> torch.Tensor:
+    """Scores of a layer's experts: [E].
 
-
-def energy_scores(model: Gguf, layer: MoeLayer, imatrix: Imatrix) -> torch.Tensor:
-    """Energy of each expert's outputs, its neurons taken as uncorrelated: [E].
-
-    score_e = sum_n s_en * ||W_e[:, n]||^2, where s_en is the sum over the tokens routed to expert e
-    of the square of neuron n's input to the down projection W_e [out, n]: the outputs' squared
-    norms without products of different neurons, the projection's bias, and gate weights, which an
-    imatrix does not have."""
+    Of `count-guided` tokens routed to each (He et al. 2024, arXiv:2406.02500). Of `imatrix-energy`
+    the energy of each expert's outputs, its neurons taken as uncorrelated: score_e = sum_n s_en *
+    ||W_e[:, n]||^2, where s_en is the sum over the tokens routed to expert e of the square of
+    neuron n's input to the down projection W_e [out, n]: the outputs' squared norms without
+    products of different neurons, the projection's bias, and gate weights, which an imatrix does
+    not have."""
     down = model.tensors[DOWN.format(layer.index)]
-    squares = imatrix.read(f"{down.name}.in_sum2", layer.experts, down.shape[-1])
+    if strategy == COUNTS:
+        return torch.from_numpy(
+            imatrix_numbers(imatrix, f"{down.name}.counts", layer.experts, 1)[:, 0].copy()
+        )
+    squares = imatrix_numbers(imatrix, f"{down.name}.in_sum2", layer.experts, down.shape[-1])
     return torch.from_numpy((squares * column_norms(model, layer)).sum(1))
-
-
-SCORES: dict[str, Callable[[Gguf, MoeLayer, Imatrix], torch.Tensor]] = {
-    ENERGY: energy_scores,
-    COUNTS: count_scores,
-}
 
 
 def column_norms(model: Gguf, layer: MoeLayer) -> Numbers:
@@ -142,47 +112,59 @@ def dequantised(
     tensor: GgufTensor, begin: int = 0, nbytes: int | None = None
 ) -> npt.NDArray[np.float32]:
     """Rows of a tensor, from the byte `begin` on, in float32: [rows, in]."""
-    from gguf import GGMLQuantizationType
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
 
-    block, block_bytes = type_sizes()[tensor.kind]
+    kind = GGMLQuantizationType(tensor.kind)
+    block, block_bytes = GGML_QUANT_SIZES[kind]
     row = tensor.shape[-1] // block * block_bytes
     try:
         # of scales: the caller refuses infinite weights
         with np.errstate(over="ignore", invalid="ignore"):
             raw = np.frombuffer(tensor.read(begin, nbytes), np.uint8)
-            values = dequantize(raw.reshape(-1, row), GGMLQuantizationType(tensor.kind))
+            values = dequantize(raw.reshape(-1, row), kind)
     except NotImplementedError as error:
-        kind = f"{type_name(tensor.kind)}, which the package gguf does not dequantise"
-        raise CompressionError(f"{tensor.name} is {kind}; choose --strategy {COUNTS}") from error
+        raise CompressionError(
+            f"{tensor.name} is {kind.name}, which the package gguf does not dequantise; choose "
+            f"--strategy {COUNTS}"
+        ) from error
     return np.asarray(values, np.float32)
 
 
-def imatrix_plan(
-    blocks: Blocks,
-    matrix: str | Path | None,
-    experts: int | None,
-    ratio: float | None,
+def plan_gguf(
+    model: str | Path,
+    *,
+    imatrix: str | Path | None,
+    experts: int | None = None,
+    ratio: float | None = None,
     strategy: str = "auto",
     protect: str | Sequence[Mapping[str, Any]] | None = None,
 ) -> Plan:
-    """A plan that keeps in each block the experts of highest score; `auto` is `imatrix-energy`.
+    """Plan which experts of a GGUF model stay, by an importance matrix of llama.cpp; nothing is
+    written.
 
-    Protected experts come as a list, or a file with one, with `layer` and `expert`; its modules are
-    not looked at."""
+    Each block keeps the experts of highest score. `strategy` is `imatrix-energy` (which `auto`
+    means) or `count-guided`; `protect` names experts that stay: a list, or a file with one, with
+    `layer` and `expert`; its modules are not looked at."""
+    blocks = find_blocks(open_gguf(model))
+    first = blocks.model.first
     name = ENERGY if strategy == "auto" else strategy
-    if name not in SCORES:
+    if name not in (ENERGY, COUNTS):
         raise CompressionError(
-            f"no strategy {name!r} works on GGUF files; {known_names(name, SCORES)}"
+            f"no strategy {name!r} works on GGUF files; {known_names(name, (ENERGY, COUNTS))}"
         )
-    if matrix is None:
+    if imatrix is None:
         raise CompressionError(
             "a GGUF file is compressed by an importance matrix; give --imatrix FILE of "
-            "llama-imatrix, or apply a plan "
-            "that was made on the checkpoint: moe-compress apply plan.json --model "
-            f"{blocks.model.first.path.name}"
+            "llama-imatrix, or apply a plan that was made on the checkpoint: moe-compress apply "
+            f"plan.json --model {first.path.name}"
         )
-    imatrix = read_imatrix(Path(matrix))
+    matrix = read_header(Path(imatrix))
+    if matrix.text("general.type") != "imatrix":
+        raise CompressionError(
+            f"--imatrix {imatrix} is a GGUF file, but no importance matrix; make one by "
+            "llama-imatrix"
+        )
     keep = resolve_count(blocks.layers, experts, ratio)
     check_llama_cpp(blocks, keep)
     if protector_of(protect) is not None:
@@ -193,20 +175,18 @@ def imatrix_plan(
     for entry in with_list(protect) or ():
         entries.append({**entry, "module": None} if isinstance(entry, dict) else entry)
     protected = given_protected(entries, blocks.layers, keep)
+    seen = {tensor.name for tensor in matrix.tensors}
     layers = list[LayerPlan]()
     for layer in blocks.layers:
         kept_whole = protected.get(layer.name, frozenset())
-        if (
-            layer.index in blocks.heads
-            and f"{DOWN.format(layer.index)}.in_sum2" not in imatrix.tensors
-        ):
+        if layer.index in blocks.heads and f"{DOWN.format(layer.index)}.in_sum2" not in seen:
             layers.append(head_plan(blocks.model, layer, keep, kept_whole))
             continue
-        scores = SCORES[name](blocks.model, layer, imatrix)
+        scores = imatrix_scores(blocks.model, layer, matrix, name)
         plan = keep_best(LayerStatistics(layer), scores, keep, kept_whole, decided_by=name)
         layers.append(replace(plan, figures={"kept_share": kept_share(plan, scores)}))
-    source = Source(blocks.model.first.path.name, None, blocks.fingerprint)
-    data = {"source": imatrix.path.name, "sha256": file_digest(imatrix.path)}
+    source = Source(first.path.name, None, blocks.fingerprint)
+    data = {"source": matrix.path.name, "sha256": file_digest(matrix.path)}
     decision = ExpertPlan(keep, tuple(layers), listed(protected))
     step = PlannedStep(PRUNE, {"strategy": name, "experts": keep}, decision)
     return Plan(source, (step,), data, versions=versions((*PACKAGES[:2], "gguf")))
@@ -242,15 +222,27 @@ def fit_plan(plan: Plan, blocks: Blocks) -> Plan:
 
     Several steps that prune become one. Raises `CompressionError` for a plan that does more than
     drop, or that names another model."""
-    refuse_more_than_drop(plan)
-    if (
-        plan.source.fingerprint.startswith(FINGERPRINT)
-        and plan.source.fingerprint != blocks.fingerprint
-    ):
+    expert_plan = plan.expert_plan
+    others = [step.name for step in plan.steps if step.name != PRUNE]
+    others += ["split"] * bool(plan.split) + ["correct"] * bool(plan.correction)
+    other = next(iter(others), None)
+    merged = next((layer.module for layer in expert_plan.layers if not layer.is_drop), None)
+    if other is not None or merged is not None:
+        what = f"has the step {other}" if other is not None else f"merges experts ({merged})"
+        raise CompressionError(
+            f"the plan {what}, which needs the weights as plain numbers, and a GGUF file is only "
+            "cut; apply it to the checkpoint and convert the result, or plan with a strategy that "
+            "only drops (--split 1 --correct none)"
+        )
+    if not all(step.decision for step in plan.steps) or not plan.steps:
+        raise CompressionError(
+            "the plan does not say which experts stay; make it by moe-compress plan"
+        )
+    of_file = plan.source.fingerprint.startswith(FINGERPRINT)
+    if of_file and plan.source.fingerprint != blocks.fingerprint:
         raise CompressionError(
             "the plan was made for another GGUF model: the routers differ; plan again for this one"
         )
-    expert_plan = plan.expert_plan
     by_number = {layer.layer: layer for layer in expert_plan.layers}
     if len(by_number) != len(expert_plan.layers):
         raise CompressionError(
@@ -300,26 +292,6 @@ def fit_plan(plan: Plan, blocks: Blocks) -> Plan:
     return replace(plan, steps=(replace(plan.of(PRUNE)[-1], decision=fitted),))
 
 
-def refuse_more_than_drop(plan: Plan) -> None:
-    """Refuse what needs weights as plain numbers, and a plan that has not decided."""
-    names = [step.name for step in plan.steps if step.name != PRUNE]
-    names += ["split"] * bool(plan.split) + ["correct"] * bool(plan.correction)
-    other = next(iter(names), None)
-    merged = next((layer.module for layer in plan.expert_plan.layers if not layer.is_drop), None)
-    if other is not None or merged is not None:
-        what = f"has the step {other}" if other is not None else f"merges experts ({merged})"
-        raise CompressionError(
-            f"the plan {what}, which needs the weights as plain numbers, and a GGUF file is only "
-            "cut; apply it to "
-            "the checkpoint and convert the result, or plan with a strategy that only drops "
-            "(--split 1 --correct none)"
-        )
-    if not all(step.decision for step in plan.of(PRUNE)) or not plan.steps:
-        raise CompressionError(
-            "the plan does not say which experts stay; make it by moe-compress plan"
-        )
-
-
 def compare_routers(planned: Source, model: Gguf) -> str:
     """Return a note on the match; empty for a plan that was made on a GGUF file, and is checked
     already.
@@ -344,21 +316,18 @@ def compare_routers(planned: Source, model: Gguf) -> str:
         name = GATE.format(layer.index)
         weights = []
         for key, role in source.layout.roles.items():
-            if (
-                role.is_router
-                and role.layer == layer.name
-                and len(source.checkpoint.tensors[key].shape) == 2
-            ):
+            is_matrix = len(source.checkpoint.tensors[key].shape) == 2
+            if role.is_router and role.layer == layer.name and is_matrix:
                 weights.append(key)
         if len(weights) != 1:  # by which the experts are scored
             return UNCHECKED
         wanted = source.checkpoint.read(weights[0]).double().numpy()
         router = dequantised(model.tensors[name]).astype(np.float64)
         if router.shape != wanted.shape:
-            shapes = (
-                f"{name} has the shape {list(router.shape)}, the plan's source {list(wanted.shape)}"
+            raise CompressionError(
+                f"{name} has the shape {list(router.shape)}, the plan's source "
+                f"{list(wanted.shape)}; {MATCH}"
             )
-            raise CompressionError(f"{shapes}; {MATCH}")
         difference = float(np.abs(router - wanted).max() / max(np.abs(wanted).max(), 1e-30))
         if not difference <= largest:
             largest = difference

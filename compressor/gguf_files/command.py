@@ -11,11 +11,11 @@ import compressor
 from compressor.cli.options import Running
 from compressor.cli.terminal import print_report, progress_bars
 from compressor.distributed import refuse_several
-from compressor.document.blocks import Facts, Heading, Text
+from compressor.document.blocks import Block, Facts, Heading, Text
 from compressor.errors import CompressionError
 from compressor.extras import require
 from compressor.formatting import counted, human_bytes, human_count, ranges
-from compressor.gguf_files.header import is_gguf
+from compressor.gguf_files.header import SUFFIX, has_magic
 from compressor.report.inspection import inspected_sizes
 
 if TYPE_CHECKING:  # loaded only where there is a GGUF file
@@ -27,7 +27,10 @@ if TYPE_CHECKING:  # loaded only where there is a GGUF file
 CHOOSING = ("experts", "ratio", "strategy", "protect")
 ACCEPTED = {*CHOOSING, "imatrix", "plan_file", "model", "output", "json", "overwrite"}
 
-recognises = is_gguf
+
+def recognises(model: str) -> bool:
+    """Return True for a GGUF file, by its ending or by how it begins."""
+    return model.lower().endswith(SUFFIX) or has_magic(Path(model))
 
 
 def check_options(flags: Mapping[str, str], given: Collection[str]) -> None:
@@ -39,14 +42,30 @@ def check_options(flags: Mapping[str, str], given: Collection[str]) -> None:
     if other:
         raise CompressionError(
             f"{other[0]} does not go with a GGUF file, which is only cut; leave it out, or "
-            "compress the checkpoint and "
-            "convert the result"
+            "compress the checkpoint and convert the result"
         )
 
 
 def inspect(model: str, experts: int | None, as_json: bool) -> None:
     """Print the parts and sizes of a file."""
-    show_inspection(compressor.inspect_gguf(model, experts), as_json)
+    report: GgufInspection = compressor.inspect_gguf(model, experts)
+    facts = {
+        "architecture": f"{report.architecture}{f' ({report.name})' if report.name else ''}",
+        "files": str(report.files),
+        "MoE layers": f"{report.moe_layers} of {report.layers}",
+        "experts": f"{report.experts} in each, top-{report.top_k}",
+        "routing": report.routing,
+        "shared experts": str(report.shared_experts or "none"),
+        **report.quantization,
+        "parameters": human_count(report.parameters),
+        "bytes": human_bytes(report.bytes),
+    }
+    if report.heads:
+        facts["predicts further tokens"] = f"blk.{ranges(report.heads)}"
+    if report.pruned_before:
+        facts["pruned before"] = "yes, by a plan in its metadata"
+    blocks: list[Block] = [Heading(report.model), Facts(facts.items())]
+    print_report(as_json, asdict(report), [*blocks, *inspected_sizes(report)])
 
 
 def plan(model: str, flags: Mapping[str, Any], imatrix: Path | None) -> "Plan":
@@ -113,26 +132,4 @@ def _show_summary(summary: "GgufSummary", as_json: bool) -> None:
             Text(f"Written to {summary.out[0]}{files}"),
             *next_blocks([f"llama-server -m {shlex.quote(summary.out[0])}"]),
         ),
-    )
-
-
-def show_inspection(report: "GgufInspection", as_json: bool) -> None:
-    """Print the report of `inspect` on a GGUF file."""
-    facts = {
-        "architecture": f"{report.architecture}{f' ({report.name})' if report.name else ''}",
-        "files": str(report.files),
-        "MoE layers": f"{report.moe_layers} of {report.layers}",
-        "experts": f"{report.experts} in each, top-{report.top_k}",
-        "routing": report.routing,
-        "shared experts": str(report.shared_experts or "none"),
-        **report.quantization,
-        "parameters": human_count(report.parameters),
-        "bytes": human_bytes(report.bytes),
-        **({"predicts further tokens": f"blk.{ranges(report.heads)}"} if report.heads else {}),
-        **({"pruned before": "yes, by a plan in its metadata"} if report.pruned_before else {}),
-    }
-    print_report(
-        as_json,
-        asdict(report),
-        [Heading(report.model), Facts(facts.items()), *inspected_sizes(report)],
     )

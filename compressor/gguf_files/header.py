@@ -52,18 +52,14 @@ class Value:
         """A whole number, a string, or the whole numbers of an array; None for anything else."""
         if self.kind == STRING:
             return self.raw[8:].decode("utf-8", "replace")
-        if self.kind == ARRAY:
-            inner, count = struct.unpack("<IQ", self.raw[:12])
-            return (
-                struct.unpack(f"<{count}{NUMBERS[inner]}", self.raw[12:])
-                if inner in WHOLE
-                else None
-            )
-        return (
-            int(struct.unpack(f"<{NUMBERS[self.kind]}", self.raw)[0])
-            if self.kind in WHOLE
-            else None
-        )
+        if self.kind in WHOLE:
+            return int(struct.unpack(f"<{NUMBERS[self.kind]}", self.raw)[0])
+        if self.kind != ARRAY:
+            return None
+        inner, count = struct.unpack_from("<IQ", self.raw)
+        if inner not in WHOLE:
+            return None
+        return struct.unpack_from(f"<{count}{NUMBERS[inner]}", self.raw, 12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,115 +142,92 @@ def padded(position: int, alignment: int) -> int:
     return position + -position % alignment
 
 
-def type_sizes() -> Mapping[int, tuple[int, int]]:
-    """Return the elements and the bytes of a block, by quantisation."""
-    require("gguf")
-    from gguf.constants import GGML_QUANT_SIZES
-
-    return {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()}
-
-
-def type_name(kind: int) -> str:
-    """10 -> 'Q2_K'."""
-    from gguf.constants import GGMLQuantizationType
-
-    return str(GGMLQuantizationType(kind).name)
-
-
-class _Parser:
-    """Reads a header in order, nothing past the file's end."""
-
-    def __init__(self, path: Path, stream: BinaryIO) -> None:
-        self.path = path
-        self.stream = stream
-        self.size = path.stat().st_size
-        self.sizes = type_sizes()
-
-    def error(self, message: str) -> CompressionError:
-        return CompressionError(
-            f"{self.path} cannot be read as GGUF: {message}; download or convert it again"
-        )
-
-    def take(self, count: int) -> bytes:
-        if self.stream.tell() + count > self.size:
-            raise self.error(f"it ends within its header, at {self.size:,} bytes")
-        return self.stream.read(count)
-
-    def number(self, code: str) -> int:
-        return int(struct.unpack(f"<{code}", self.take(struct.calcsize(code)))[0])
-
-    def name(self) -> str:
-        return self.take(self.number("Q")).decode("utf-8", "replace")
-
-    def value(self) -> Value:
-        kind = self.number("I")
-        if kind != ARRAY:
-            return Value(kind, self.element(kind))
-        inner = self.number("I")
-        count = self.number("Q")
-        start = struct.pack("<IQ", inner, count)
-        if inner in NUMBERS:
-            return Value(kind, start + self.take(struct.calcsize(NUMBERS[inner]) * count))
-        return Value(kind, b"".join([start, *(self.element(inner) for _ in range(count))]))
-
-    def element(self, kind: int) -> bytes:
-        if kind in NUMBERS:
-            return self.take(struct.calcsize(NUMBERS[kind]))
-        if kind != STRING:
-            raise self.error(f"a value has the unknown type {kind}")
-        length = self.take(8)
-        return length + self.take(int.from_bytes(length, "little"))
-
-    def tensor(self) -> GgufTensor:
-        """The next entry; `begin` is still the offset in the file's data."""
-        name = self.name()
-        dimensions = self.number("I")
-        shape = tuple(self.number("Q") for _ in range(dimensions))[::-1]
-        kind = self.number("I")
-        offset = self.number("Q")
-        if kind not in self.sizes:
-            unknown = (
-                "which the installed package gguf does not know; upgrade it, or convert the "
-                "file again"
-            )
-            raise CompressionError(f"{self.path}: tensor {name!r} has the type {kind}, {unknown}")
-        block, nbytes = self.sizes[kind]
-        return GgufTensor(self.path, name, kind, shape, offset, math.prod(shape) // block * nbytes)
-
-    def header(self) -> Header:
-        if self.take(4) != MAGIC:
-            raise self.error("it does not begin with GGUF")
-        version = self.number("I")
-        if version not in VERSIONS:
-            raise self.error(
-                f"it has the version {version}, known are 2 and 3 of little-endian machines"
-            )
-        tensor_count = self.number("Q")
-        value_count = self.number("Q")
-        values = {}
-        for _ in range(value_count):
-            key = self.name()
-            values[key] = self.value()
-        entries = [self.tensor() for _ in range(tensor_count)]
-        stored = values["general.alignment"].content if "general.alignment" in values else None
-        alignment = stored if isinstance(stored, int) else ALIGNMENT
-        begin = padded(self.stream.tell(), alignment)
-        tensors = tuple(replace(entry, begin=begin + entry.begin) for entry in entries)
-        for tensor in tensors:
-            if tensor.begin + tensor.nbytes > self.size:
-                raise self.error(f"it ends within tensor {tensor.name!r}, at {self.size:,} bytes")
-        return Header(self.path, version, alignment, values, tensors)
-
-
 def read_header(path: Path) -> Header:
     """Read the header of one file; `CompressionError` for a file that is no GGUF, or is cut off."""
+    require("gguf")
     try:
         with path.open("rb") as stream:
-            return _Parser(path, stream).header()
+            return _parse(path, stream)
     except OSError as error:
         raise CompressionError(
             f"{path} cannot be read ({error.strerror}); name a GGUF file"
         ) from error
+
+
+def _parse(path: Path, stream: BinaryIO) -> Header:
+    """Read a header in order, nothing past the file's end."""
+    from gguf.constants import GGML_QUANT_SIZES
+
+    size = path.stat().st_size
+
+    def fault(message: str) -> CompressionError:
+        return CompressionError(
+            f"{path} cannot be read as GGUF: {message}; download or convert it again"
+        )
+
+    def take(count: int) -> bytes:
+        if stream.tell() + count > size:
+            raise fault(f"it ends within its header, at {size:,} bytes")
+        return stream.read(count)
+
+    def number(code: str) -> int:
+        return int(struct.unpack(f"<{code}", take(struct.calcsize(code)))[0])
+
+    def element(kind: int) -> bytes:
+        if kind in NUMBERS:
+            return take(struct.calcsize(NUMBERS[kind]))
+        if kind != STRING:
+            raise fault(f"a value has the unknown type {kind}")
+        length = take(8)
+        return length + take(int.from_bytes(length, "little"))
+
+    def name() -> str:
+        return element(STRING)[8:].decode("utf-8", "replace")
+
+    if take(4) != MAGIC:
+        raise fault("it does not begin with GGUF")
+    version = number("I")
+    if version not in VERSIONS:
+        raise fault(f"it has the version {version}, known are 2 and 3 of little-endian machines")
+    tensor_count = number("Q")
+    value_count = number("Q")
+    values = {}
+    for _ in range(value_count):
+        key = name()
+        kind = number("I")
+        if kind != ARRAY:
+            values[key] = Value(kind, element(kind))
+            continue
+        start = take(12)
+        inner, count = struct.unpack("<IQ", start)
+        if inner in NUMBERS:
+            content = take(struct.calcsize(NUMBERS[inner]) * count)
+        else:
+            content = b"".join(element(inner) for _ in range(count))
+        values[key] = Value(kind, start + content)
+    entries = []
+    for _ in range(tensor_count):
+        key = name()
+        dimensions = number("I")
+        shape = tuple(number("Q") for _ in range(dimensions))[::-1]
+        kind = number("I")
+        offset = number("Q")
+        if kind not in GGML_QUANT_SIZES:
+            raise CompressionError(
+                f"{path}: tensor {key!r} has the type {kind}, which the installed package gguf "
+                "does not know; upgrade it, or convert the file again"
+            )
+        block, nbytes = GGML_QUANT_SIZES[kind]
+        nbytes = math.prod(shape) // block * nbytes
+        entries.append(GgufTensor(path, key, kind, shape, offset, nbytes))
+    stored = values["general.alignment"].content if "general.alignment" in values else None
+    alignment = stored if isinstance(stored, int) else ALIGNMENT
+    begin = padded(stream.tell(), alignment)
+    tensors = tuple(replace(entry, begin=begin + entry.begin) for entry in entries)
+    for tensor in tensors:
+        if tensor.begin + tensor.nbytes > size:
+            raise fault(f"it ends within tensor {tensor.name!r}, at {size:,} bytes")
+    return Header(path, version, alignment, values, tensors)
 
 
 def has_magic(path: Path) -> bool:
@@ -264,11 +237,6 @@ def has_magic(path: Path) -> bool:
             return stream.read(len(MAGIC)) == MAGIC
     except OSError:
         return False
-
-
-def is_gguf(model: str | None) -> bool:
-    """Return True if a model argument names a GGUF file, by its ending or by how it begins."""
-    return model is not None and (model.lower().endswith(SUFFIX) or has_magic(Path(model)))
 
 
 def part_names(path: Path, count: int) -> list[Path]:
@@ -306,8 +274,7 @@ def open_gguf(model: str | Path) -> Gguf:
         if stated != (number, count):
             raise CompressionError(
                 f"{part.path} says that it is part {stated[0] + 1} of {stated[1]}, by its name it "
-                f"is part {number + 1} "
-                f"of {count}; give the parts the names back that they had, such as "
-                "model-00001-of-00003.gguf"
+                f"is part {number + 1} of {count}; give the parts the names back that they had, "
+                "such as model-00001-of-00003.gguf"
             )
     return Gguf(parts)

@@ -16,8 +16,8 @@ from compressor.checkpoint.reader import Size
 from compressor.errors import CompressionError
 from compressor.files import check_parent, lock_output, wrap_full_disk
 from compressor.formatting import runs
-from compressor.gguf_files.blocks import PLANS, Blocks, find_blocks
-from compressor.gguf_files.choosing import compare_routers, fit_plan, imatrix_plan
+from compressor.gguf_files.blocks import PLANS, find_blocks
+from compressor.gguf_files.choosing import compare_routers, fit_plan, plan_gguf
 from compressor.gguf_files.header import (
     ARRAY,
     MAGIC,
@@ -57,27 +57,6 @@ class GgufSummary:
     plan: Plan = field(repr=False)
 
 
-def new_values(blocks: Blocks, plan: Plan) -> Mapping[str, Value]:
-    """The metadata that changes: the number of experts, the label that repeats it, and the plans,
-    the latest last."""
-    first = blocks.model.first
-    values = first.values
-    experts = plan.expert_plan.experts
-    key = f"{blocks.arch}.expert_count"
-    kind = values[key].kind
-    changed = {key: Value(kind, struct.pack(f"<{NUMBERS[kind]}", experts))}
-    label = first.text(LABEL)
-    begins = f"{blocks.experts}x"
-    if label.startswith(begins):
-        changed[LABEL] = Value(STRING, packed(f"{experts}x{label.removeprefix(begins)}"))
-    earlier = values[PLANS].raw if PLANS in values else struct.pack("<IQ", STRING, 0)
-    count = int.from_bytes(earlier[4:12], "little")
-    text = packed(json.dumps(plan.to_dict(), separators=(",", ":")))
-    changed[PLANS] = Value(ARRAY, struct.pack("<IQ", STRING, count + 1) + earlier[12:] + text)
-    changed[VERSION] = Value(STRING, packed(versions()["moe-compressor"]))
-    return changed
-
-
 def check_output(out: Path, model: Gguf, overwrite: bool) -> list[Path]:
     """The files that will be written; refuses one of the source's, or one that exists and is not to
     be replaced."""
@@ -98,36 +77,57 @@ def check_output(out: Path, model: Gguf, overwrite: bool) -> list[Path]:
     return paths
 
 
-def carry_out(
-    blocks: Blocks,
-    plan: Plan,
-    out: Path,
-    overwrite: bool,
-    progress: Progress | None,
-    note: str = "",
+def apply_gguf(
+    plan: Plan | str | Path,
+    model: str | Path,
+    out: str | Path,
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
 ) -> GgufSummary:
-    """Write the model with the experts that a plan for its blocks keeps, into as many files as it
-    has; all or none.
+    """Carry out a plan that only drops on the GGUF file of its source, and write the smaller GGUF
+    model, into as many files as it has; all or none.
 
-    The first file, without which the others cannot be loaded, is put in place last.
-    """
+    The plan may have been made on the checkpoint that the file was converted from; then layers,
+    experts and top-k are checked, and routers are compared where that checkpoint is available. The
+    first file, without which the others cannot be loaded, is put in place last."""
     start = time.monotonic()
     listener = progress or Silent()
-    model = blocks.model
-    expert_plan = plan.expert_plan
+    out = Path(out)
+    loaded = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
+    opened = open_gguf(model)
+    paths = check_output(out, opened, overwrite)
+    blocks = find_blocks(opened)
+    fitted = fit_plan(loaded, blocks)
+    expert_plan = fitted.expert_plan
     groups = {layer.layer: layer.groups for layer in expert_plan.layers}
     kept = {}
     for name, number in blocks.block_of.items():
         kept[name] = [group.members[0] for group in groups[number]]
-    added = new_values(blocks, plan)
-    paths = check_output(out, model, overwrite)
+    # the metadata that changes: the number of experts, the label that repeats it, and the plans,
+    # the latest last
+    values = opened.first.values
+    key = f"{blocks.arch}.expert_count"
+    kind = values[key].kind
+    added = {key: Value(kind, struct.pack(f"<{NUMBERS[kind]}", expert_plan.experts))}
+    label = opened.first.text(LABEL)
+    begins = f"{blocks.experts}x"
+    if label.startswith(begins):
+        label = f"{expert_plan.experts}x{label.removeprefix(begins)}"
+        added[LABEL] = Value(STRING, packed(label))
+    earlier = values[PLANS].raw if PLANS in values else struct.pack("<IQ", STRING, 0)
+    count = int.from_bytes(earlier[4:12], "little")
+    text = packed(json.dumps(fitted.to_dict(), separators=(",", ":")))
+    added[PLANS] = Value(ARRAY, struct.pack("<IQ", STRING, count + 1) + earlier[12:] + text)
+    added[VERSION] = Value(STRING, packed(versions()["moe-compressor"]))
     with wrap_full_disk(out.parent), lock_output(out) as work:
+        note = compare_routers(loaded.source, opened)
         fresh = [work / path.name for path in paths]
         try:
-            listener.start("writing", len(model.tensors))
-            for part, path in zip(model.parts, fresh, strict=True):
-                _write(part, kept, added if part is model.first else {}, path, listener)
-            check_output(out, model, overwrite)
+            listener.start("writing", len(opened.tensors))
+            for part, path in zip(opened.parts, fresh, strict=True):
+                _write(part, kept, added if part is opened.first else {}, path, listener)
+            check_output(out, opened, overwrite)
             if len(paths) > 1:
                 # so that old and new parts are never loaded together
                 paths[0].unlink(missing_ok=True)
@@ -136,18 +136,18 @@ def carry_out(
         finally:
             for path in fresh:
                 path.unlink(missing_ok=True)
-    tensors = model.tensors.values()
+    tensors = opened.tensors.values()
     return GgufSummary(
         out=tuple(map(str, paths)),
         architecture=blocks.arch,
-        strategy=plan.strategy,
+        strategy=fitted.strategy,
         experts_before=blocks.experts,
         experts_after=expert_plan.experts,
         before=Size.of(tensors),
         after=Size.of(blocks.cut(tensor, expert_plan.experts) for tensor in tensors),
         seconds=time.monotonic() - start,
         note=note,
-        plan=plan,
+        plan=fitted,
     )
 
 
@@ -183,23 +183,6 @@ def _write(
         target.write(bytes(padded(target.tell(), part.alignment) - target.tell()))
 
 
-def plan_gguf(
-    model: str | Path,
-    *,
-    imatrix: str | Path | None,
-    experts: int | None = None,
-    ratio: float | None = None,
-    strategy: str = "auto",
-    protect: str | Sequence[Mapping[str, Any]] | None = None,
-) -> Plan:
-    """Plan which experts of a GGUF model stay, by an importance matrix of llama.cpp; nothing is
-    written.
-
-    `strategy` is `imatrix-energy` (which `auto` means) or `count-guided`; `protect` names experts
-    that stay."""
-    return imatrix_plan(find_blocks(open_gguf(model)), imatrix, experts, ratio, strategy, protect)
-
-
 def compress_gguf(
     model: str | Path,
     out: str | Path,
@@ -217,32 +200,14 @@ def compress_gguf(
 
     No weight is changed or quantised anew. The plan is kept in the metadata, as the last of
     `moe_compressor.plans`."""
-    opened = open_gguf(model)
-    check_output(Path(out), opened, overwrite)
+    check_output(Path(out), open_gguf(model), overwrite)
     with lock_output(Path(out)):
-        blocks = find_blocks(opened)
-        plan = imatrix_plan(blocks, imatrix, experts, ratio, strategy, protect)
-        return carry_out(blocks, plan, Path(out), overwrite, progress)
-
-
-def apply_gguf(
-    plan: Plan | str | Path,
-    model: str | Path,
-    out: str | Path,
-    *,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-) -> GgufSummary:
-    """Carry out a plan that only drops on the GGUF file of its source, and write the smaller GGUF
-    model.
-
-    The plan may have been made on the checkpoint that the file was converted from; then layers,
-    experts and top-k are checked, and routers are compared where that checkpoint is available."""
-    loaded = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
-    opened = open_gguf(model)
-    check_output(Path(out), opened, overwrite)
-    blocks = find_blocks(opened)
-    fitted = fit_plan(loaded, blocks)
-    with lock_output(Path(out)):
-        note = compare_routers(loaded.source, opened)
-        return carry_out(blocks, fitted, Path(out), overwrite, progress, note)
+        plan = plan_gguf(
+            model,
+            imatrix=imatrix,
+            experts=experts,
+            ratio=ratio,
+            strategy=strategy,
+            protect=protect,
+        )
+        return apply_gguf(plan, model, out, overwrite=overwrite, progress=progress)

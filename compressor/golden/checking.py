@@ -11,6 +11,7 @@ from compressor.answers.options import ServerOptions
 from compressor.answers.server import open_server
 from compressor.checkpoint.reader import Size
 from compressor.checkpoint.source import ModelSource, locate, locate_tokenizer
+from compressor.entry_points import kind_of_file
 from compressor.errors import CompressionError, reason_of
 from compressor.extras import require
 from compressor.files import GOLDEN, GRAPH, json_object
@@ -45,7 +46,7 @@ def check(
     rounding passes. A GGUF file is asked through the server that `servers` names."""
     servers = servers or ServerOptions()
     path = Path(model)
-    is_file = model.lower().endswith(".gguf") and not path.is_dir()
+    is_file = kind_of_file(model) is not None and not path.is_dir()
     is_graph = (path / GRAPH).is_file()
     if is_file and not path.is_file():
         raise CompressionError(f"{path} is no file; name a GGUF file, a folder or a Hub id")

@@ -22,9 +22,9 @@ from compressor.data.sources import (
     refuse_absent_texts,
     without_folders,
 )
-from compressor.entry_points import EXPORTERS, STEPS, find, load
+from compressor.entry_points import EXPORTERS, STEPS, load, load_installed
 from compressor.errors import CompressionError
-from compressor.extras import ONNX, TASKS, require
+from compressor.extras import TASKS, require
 from compressor.files import refuse_absent
 from compressor.formatting import did_you_mean
 from compressor.model.loaded import LoadedModel
@@ -131,21 +131,19 @@ class Recipe(ModelOptions):
     output: OutputOptions = OutputOptions()
 
     def check_installed(self) -> None:
-        """Refuse a package, plugin or text that a run of it takes and that is not here, without
-        loading any."""
+        """Refuse a package, plugin or text that a run of it takes and that is not here; of plugins
+        only exporters are loaded."""
         packages = list[str]()
         for step in self.steps:
             step.check_installed()
         if self.gate is not None and (self.gate.tasks or self.gate.baseline):
             packages += TASKS
-        if "onnx" in self.output.formats:
-            packages += ONNX
         if self.output.push_to_hub is not None:
             packages.append("matplotlib")  # for the card's pictures
         require(*packages)
         for name in self.output.formats:
             if name not in BUILT_IN:
-                find(EXPORTERS, name)
+                load_installed(EXPORTERS, name)
         for step in self.steps:
             # a strategy of another name, and a correction that it decides on, may read no text
             correct = getattr(step, "correct", None)

@@ -10,7 +10,7 @@ In a QMoE node the experts have 8 or 4 bits and everything else is as it was: th
 bits per row itself, and at accuracy level 0 4 bits in blocks too. So the stock model with its
 rounded weights computes what the node does."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,23 +34,6 @@ SMALLEST = 1e-30  # stands for a weight of 0: its logarithm is finite in float16
 Attributes = dict[str, Any]  # of a node
 
 
-def swiglu(alpha: float = 1.0, beta: float = 0.0, limit: float | None = None) -> Attributes:
-    """Return the attributes of the activation g * sigmoid(alpha * g) * (u + beta) on rows g0, u0,
-    g1, u1, ...
-
-    With a limit, g is at most `limit` and u lies within plus and minus `limit`.
-    """
-    attributes: Attributes = {
-        "activation_type": "swiglu",
-        "swiglu_fusion": 1,
-        "activation_alpha": alpha,
-        "activation_beta": beta,
-    }
-    if limit is not None:
-        attributes["swiglu_limit"] = limit
-    return attributes
-
-
 KINDS = {  # the node's names of activation functions
     "ReLU": "relu",
     "GELUTanh": "gelu",  # the runtime's own approximation
@@ -62,23 +45,25 @@ KINDS = {  # the node's names of activation functions
     "silu": "silu",  # the function
     "LinearActivation": "identity",
 }
-# of stock experts with a gate other than act_fn(g) * u
-GATES: Mapping[str, Callable[[Any], Attributes]] = {
-    "BeamExperts": lambda experts: swiglu(),
-    "DeepseekV4Experts": lambda experts: swiglu(limit=experts.limit),
-    "Glm5NextTextExperts": lambda experts: swiglu(limit=experts.swiglu_limit),
-    "GptOssExperts": lambda experts: swiglu(experts.alpha, 1.0, experts.limit),
-    "HYV4Experts": lambda experts: swiglu(limit=experts.swiglu_limit),
-    "MiniMaxM3VLExperts": lambda experts: swiglu(experts.swiglu_alpha, 1.0, experts.swiglu_limit),
-    "OpenAIPrivacyFilterExperts": lambda experts: swiglu(experts.alpha, 1.0, experts.limit),
+# of stock experts with a gate other than act_fn(g) * u, the one of SwiGLU with a limit and with
+# other constants: their attributes with alpha and the limit, and beta
+GATES: Mapping[str, tuple[str | None, float, str | None]] = {
+    "BeamExperts": (None, 0.0, None),
+    "DeepseekV4Experts": (None, 0.0, "limit"),
+    "Glm5NextTextExperts": (None, 0.0, "swiglu_limit"),
+    "GptOssExperts": ("alpha", 1.0, "limit"),
+    "HYV4Experts": (None, 0.0, "swiglu_limit"),
+    "MiniMaxM3VLExperts": ("swiglu_alpha", 1.0, "swiglu_limit"),
+    "OpenAIPrivacyFilterExperts": ("alpha", 1.0, "limit"),
 }
 
 
 def activation(experts: Any) -> Attributes | None:
     """Return the attributes of the activation between the node's projections that does what the
-    stock module's does.
+    stock module's does; None where the node has no such activation.
 
-    None where the node has no such activation.
+    SwiGLU is g * sigmoid(alpha * g) * (u + beta) on rows g0, u0, g1, u1, ...; with a limit, g is at
+    most that, and u lies within plus and minus it.
     """
     from transformers.integrations.moe import _default_apply_gate
 
@@ -87,11 +72,19 @@ def activation(experts: Any) -> Attributes | None:
     kind = KINDS.get(getattr(act, "__name__", type(act).__name__))
     if not experts.has_gate:
         return None if kind is None else {"activation_type": kind}
-    if act is not None and kind != "silu":
+    is_default = type(experts)._apply_gate is _default_apply_gate
+    if (act is not None and kind != "silu") or not (is_default or name in GATES):
         return None
-    if type(experts)._apply_gate is _default_apply_gate:
-        return swiglu()
-    return GATES[name](experts) if name in GATES else None
+    alpha, beta, limit = (None, 0.0, None) if is_default else GATES[name]
+    attributes: Attributes = {
+        "activation_type": "swiglu",
+        "swiglu_fusion": 1,
+        "activation_alpha": 1.0 if alpha is None else getattr(experts, alpha),
+        "activation_beta": beta,
+    }
+    if limit is not None and getattr(experts, limit) is not None:
+        attributes["swiglu_limit"] = getattr(experts, limit)
+    return attributes
 
 
 def supported(experts: Any) -> str | None:
@@ -137,53 +130,40 @@ def node_tensors(experts: Any) -> dict[str, Tensor]:
     return {name: value.contiguous() for name, value in tensors.items()}
 
 
-def qmoe_tensors(experts: Any, scheme: Scheme) -> dict[str, Tensor]:
-    """A rounded module's tensors as the node wants them, zeros added so that both widths are whole
-    blocks.
+def moe_node(experts: Any, scheme: Scheme | None = None) -> tuple[MoeNode, dict[str, Tensor]]:
+    """The node of a supported module, QMoE if `round_experts` has rounded it, and its tensors by
+    name.
 
-    Packed codes [E, 2I, H] or [E, I, H] and [E, H, I] (half as wide for 4 bits), scales float32 [E,
-    rows] or [E, rows, B] by the weight's name and `_scales`, the biases if any. Outputs of the
-    first projection's added rows meet the second's added columns, which are 0; outputs of the
-    second's added rows are cut off."""
+    For each projection these are weight, scales if rounded, and bias. A QMoE node has zeros added
+    so that both widths are whole blocks: packed codes [E, 2I, H] or [E, I, H] and [E, H, I] (half
+    as wide for 4 bits), scales float32 [E, rows] or [E, rows, B] by the weight's name and
+    `_scales`. Outputs of the first projection's added rows meet the second's added columns, which
+    are 0; outputs of the second's added rows are cut off."""
+    attributes = activation(experts)
+    assert attributes is not None
     first, second, *biases = parameter_names(experts)
+    first_bias, second_bias = biases or (None, None)
     plain = node_tensors(experts)
+    if scheme is None or not hasattr(experts, SCALES):
+        return MoeNode("MoE", (first, first_bias, second, second_bias), attributes), plain
+    attributes |= {"expert_weight_bits": scheme.bits, "weights_prepacked": 0}
+    if scheme.block is not None:
+        attributes |= {"block_size": scheme.block, "accuracy_level": 0}
     scales = getattr(experts, SCALES)
     hidden, inner = (scheme.padding(plain[name].shape[-1]) for name in (first, second))
     inner_rows = inner * (2 if experts.has_gate else 1)
     tensors = {}
     for name, columns, rows in ((first, hidden, inner_rows), (second, inner, hidden)):
         scale = first_rows(experts, scales[name]) if name == first else scales[name]
-        tensors[name] = pack(
-            nn.functional.pad(codes(plain[name].float(), scale, scheme), (0, columns, 0, rows)),
-            scheme,
-        )
+        unpacked = codes(plain[name].float(), scale, scheme)
+        tensors[name] = pack(nn.functional.pad(unpacked, (0, columns, 0, rows)), scheme)
         scale = nn.functional.pad(scale, (0, 0, 0, rows), value=1)
         tensors[f"{name}_scales"] = scale if scheme.block else scale[..., 0]
-    for name, rows in zip(biases, (inner_rows, hidden), strict=False):
-        tensors[name] = nn.functional.pad(plain[name], (0, rows))
-    return {name: value.contiguous() for name, value in tensors.items()}
-
-
-def moe_node(experts: Any, scheme: Scheme | None = None) -> tuple[MoeNode, dict[str, Tensor]]:
-    """The node of a supported module, QMoE if `round_experts` has rounded it, and its tensors by
-    name.
-
-    For each projection these are weight, scales if rounded, and bias.
-    """
-    attributes = activation(experts)
-    assert attributes is not None
-    first, second, *biases = parameter_names(experts)
-    first_bias, second_bias = biases or (None, None)
-    if scheme is None or not hasattr(experts, SCALES):
-        return MoeNode("MoE", (first, first_bias, second, second_bias), attributes), node_tensors(
-            experts
-        )
-    attributes |= {"expert_weight_bits": scheme.bits, "weights_prepacked": 0}
-    if scheme.block is not None:
-        attributes |= {"block_size": scheme.block, "accuracy_level": 0}
+    for bias, rows in zip(biases, (inner_rows, hidden), strict=False):
+        tensors[bias] = nn.functional.pad(plain[bias], (0, rows))
     names = (first, f"{first}_scales", first_bias, second, f"{second}_scales", second_bias)
-    width = getattr(experts, second).shape[1 if not experts.is_transposed else 2]
-    return MoeNode("QMoE", names, attributes, scheme.padding(width)), qmoe_tensors(experts, scheme)
+    node = MoeNode("QMoE", names, attributes, hidden)
+    return node, {name: value.contiguous() for name, value in tensors.items()}
 
 
 @torch.no_grad()
@@ -213,8 +193,7 @@ def round_experts(experts: Any, scheme: Scheme) -> None:
             if not bool(torch.isfinite(rows).all()):
                 raise CompressionError(
                     f"{name} of expert {expert} holds a value that is not finite, so it has no "
-                    "scale; "
-                    "export the checkpoint with --quantize none"
+                    "scale; export the checkpoint with --quantize none"
                 )
             value, expert_scales = rounded(rows, scheme)
             filled.copy_(value)
@@ -247,9 +226,9 @@ def experts_forward(
     tensors = [None if name is None else getattr(self, name) for name in route.tensors]
     while tensors[-1] is None:
         tensors.pop()
-    inputs = (
-        nn.functional.pad(hidden_states, (0, route.padding)) if route.padding else hidden_states
-    )
+    inputs = hidden_states
+    if route.padding:
+        inputs = nn.functional.pad(hidden_states, (0, route.padding))
     output: Tensor = torch.onnx.ops.symbolic(
         f"com.microsoft::{route.name}",
         [inputs, logits, *tensors],
@@ -258,7 +237,8 @@ def experts_forward(
         shape=inputs.shape,
         version=1,
     )
-    output = output[:, : hidden_states.shape[-1]] if route.padding else output
+    if route.padding:
+        output = output[:, : hidden_states.shape[-1]]
     return output * top_k_weights.sum(-1, keepdim=True).to(hidden_states.dtype)
 
 

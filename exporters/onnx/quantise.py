@@ -57,49 +57,33 @@ def _steps(values: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
     return (values / scales[..., None]).round_().clamp_(-scheme.highest - 1, scheme.highest)
 
 
-def best_scales(weight: Tensor, scheme: Scheme) -> Tensor:
-    """Scales [..., B] of a float32 weight [..., K], none of them 0; the larger of two equally good
-    ones."""
-    values = blocks(weight, scheme)
-    full = values.abs().amax(-1) / scheme.highest
+def codes(weight: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
+    """The nearest codes, [..., K] and [..., B] -> int8 [..., K]; of a dequantised weight, exactly
+    its own codes."""
+    steps = _steps(blocks(weight, scheme), scales, scheme)
+    return steps.flatten(-2)[..., : weight.shape[-1]].to(torch.int8)
+
+
+def rounded(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """A weight [..., K] as its codes mean it, float32, and the scales [..., B], none of them 0; the
+    larger of two equally good ones."""
+    values = blocks(weight.float(), scheme)
     # of a block of zeros too, whose codes are 0 whatever the scale
     smallest = torch.finfo(torch.float32).tiny
-    best = full.clamp(min=smallest)
+    full = values.abs().amax(-1) / scheme.highest
+    unit = full.clamp(min=smallest)
+    best = unit
     least = torch.full_like(full, torch.inf)
     for ratio in RATIOS:
         scales = (full * ratio).clamp(min=smallest)
         # relative to the scale at ratio 1, for the squares of small weights are 0 in float32
-        misses = (_steps(values, scales, scheme) * scales[..., None] - values) / full.clamp(
-            min=smallest
-        )[..., None]
-        error = misses.square().sum(-1)
+        misses = _steps(values, scales, scheme) * scales[..., None] - values
+        error = (misses / unit[..., None]).square().sum(-1)
         better = error < least
         best = torch.where(better, scales, best)
         least = torch.where(better, error, least)
-    return best
-
-
-def codes(weight: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
-    """The nearest codes, [..., K] and [..., B] -> int8 [..., K]; of a dequantised weight, exactly
-    its own codes."""
-    return (
-        _steps(blocks(weight, scheme), scales, scheme)
-        .flatten(-2)[..., : weight.shape[-1]]
-        .to(torch.int8)
-    )
-
-
-def dequantise(codes: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
-    """The values that codes mean: int8 [..., K] and scales [..., B] -> float32 [..., K]."""
-    values = blocks(codes.float(), scheme) * scales[..., None]
-    return values.flatten(-2)[..., : codes.shape[-1]]
-
-
-def rounded(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """A weight [..., K] as its codes mean it, float32, and the scales [..., B]."""
-    values = weight.float()
-    scales = best_scales(values, scheme)
-    return dequantise(codes(values, scales, scheme), scales, scheme), scales
+    meant = _steps(values, best, scheme) * best[..., None]
+    return meant.flatten(-2)[..., : weight.shape[-1]], best
 
 
 def pack(codes: Tensor, scheme: Scheme) -> Tensor:

@@ -26,7 +26,6 @@ CHUNKS = (1, 9, 1, 14)  # of 25 tokens, two sequences: prefill, chunks and singl
 PADDING = (0, 3, 6)  # tokens of padding on the left of three sequences of 12 places
 PADDED_LENGTH = 12
 PROMPT = 8
-TOKENS = 64
 CONTINUED = "token by token"  # the case of a text of which the argmax tokens are compared, too
 NUDGED = 4  # of the cases: 2 x 33, enough tokens to meet an unlucky one
 NUDGED_NAME = "nudged"
@@ -66,27 +65,18 @@ class Reference:
         return max(float(case.real.abs().max()) for case in self.cases)
 
 
-def special_tokens(config: Any) -> frozenset[int]:
-    """Token ids that the config gives a meaning: padding, images and so on."""
-    tokens = set[int]()
-    for name, value in (
-        *vars(config).items(),
-        *vars(config.get_text_config(decoder=True)).items(),
-    ):
-        if name.endswith(("_token_id", "_token_index")):
-            several = value if isinstance(value, list | tuple) else [value]
-            tokens.update(token for token in several if isinstance(token, int))
-    return frozenset(tokens)
-
-
 def random_tokens(config: Any, rows: int, length: int, seed: int) -> Tensor:
-    """Ordinary token ids [rows, length], the same ones for the same seed."""
+    """Ordinary token ids [rows, length], the same ones for the same seed; none to which the config
+    gives a meaning: padding, images and so on."""
     text = config.get_text_config(decoder=True)
+    special = set[Any]()
+    for name, value in (*vars(config).items(), *vars(text).items()):
+        if name.endswith(("_token_id", "_token_index")):
+            special.update(value if isinstance(value, list | tuple) else [value])
     vocabulary = getattr(text, "unpadded_vocab_size", None) or text.vocab_size
-    ordinary = torch.tensor(sorted(set(range(vocabulary)) - special_tokens(config)))
-    return ordinary[
-        torch.randint(len(ordinary), (rows, length), generator=torch.Generator().manual_seed(seed))
-    ]
+    ordinary = torch.tensor(sorted(set(range(vocabulary)) - special))
+    generator = torch.Generator().manual_seed(seed)
+    return ordinary[torch.randint(len(ordinary), (rows, length), generator=generator)]
 
 
 def model_inputs(
@@ -102,17 +92,6 @@ def model_inputs(
     return {name: value for name, value in inputs.items() if name in taken}
 
 
-def per_token(model: Any, tokens: Tensor, logits: Tensor) -> Tensor:
-    """A copy of logits [B, S, V] in float32; raises `CompressionError` where they are not those of
-    tokens [B, S]."""
-    if logits.shape[:2] != tokens.shape:
-        name = type(model).__name__
-        raise CompressionError(
-            f"{name} cannot be exported: it does not give one row of logits for each token"
-        )
-    return logits.float().clone()
-
-
 def questions(model: Any, past: bool, tokens: int) -> tuple[Case, ...]:
     """Return all cases that stock model and graph compute; for a model that generates, also
     `tokens` after a prompt.
@@ -124,8 +103,9 @@ def questions(model: Any, past: bool, tokens: int) -> tuple[Case, ...]:
     text_config = config.get_text_config(decoder=True)
     longest = getattr(text_config, "max_position_embeddings", None) or 10**9
     rotation = getattr(text_config, "rope_parameters", None) or {}
-    is_long = rotation.get("rope_type") == "longrope"
-    turn = rotation.get("original_max_position_embeddings") if is_long else None
+    turn = None
+    if rotation.get("rope_type") == "longrope":
+        turn = rotation.get("original_max_position_embeddings")
 
     def ask(
         name: str, tokens: Tensor, chunks: tuple[int, ...] = (), mask: Tensor | None = None
@@ -150,11 +130,8 @@ def questions(model: Any, past: bool, tokens: int) -> tuple[Case, ...]:
     if model.can_generate() and count > 0:
         prompt = random_tokens(config, 1, PROMPT, PROMPT_SEED)
         text = random_tokens(config, 1, count - 1, TEXT_SEED)
-        ask(
-            CONTINUED,
-            torch.cat((prompt, text), dim=1),
-            (PROMPT, *[1] * (count - 1)) if past else (),
-        )
+        chunks = (PROMPT, *[1] * (count - 1)) if past else ()
+        ask(CONTINUED, torch.cat((prompt, text), dim=1), chunks)
     return tuple(cases)
 
 
@@ -218,9 +195,12 @@ class _Observer(LayerVisitor):
 
     def on_batch_end(self, batch: int, output: Any) -> None:
         case = self.cases[batch]
-        self.cases[batch] = replace(
-            case, logits=per_token(self.partial.model, case.tokens, output.logits)
-        )
+        if output.logits.shape[:2] != case.tokens.shape:
+            name = type(self.partial.model).__name__
+            raise CompressionError(
+                f"{name} cannot be exported: it does not give one row of logits for each token"
+            )
+        self.cases[batch] = replace(case, logits=output.logits.float().clone())
 
 
 def observe(
@@ -231,13 +211,10 @@ def observe(
     Every layer is `shown` when it is loaded, in its own dtype, before anything passes it.
     """
     inner = opened.partial
-    layer_names = opened.architecture.decoder_layers
     partial = _WidenedModel(inner.checkpoint, inner.config, inner.dtype, inner.device)
-    partial.decoder_layers = layer_names
-    widen(
-        partial.model,
-        (name for name, value in partial.model.named_buffers() if value.device.type != "meta"),
-    )
+    partial.decoder_layers = opened.architecture.decoder_layers
+    buffers = partial.model.named_buffers()
+    widen(partial.model, [name for name, value in buffers if value.device.type != "meta"])
     cases = questions(partial.model, past, tokens)
     visitor = _Observer(partial, [*cases, replace(cases[NUDGED], name=NUDGED_NAME)], shown)
     batches = [case.tokens for case in visitor.cases]
@@ -246,6 +223,5 @@ def observe(
         Pass(replace(opened, partial=partial), batches, progress, phase, to_end=True).run(visitor)
     *answered, nudged = visitor.cases
     change = float((answered[NUDGED].logits - nudged.logits).abs().max())
-    return Reference(
-        type(partial.model).__name__, tuple(answered), change if math.isfinite(change) else 0.0
-    )
+    sensitivity = change if math.isfinite(change) else 0.0
+    return Reference(type(partial.model).__name__, tuple(answered), sensitivity)

@@ -59,10 +59,6 @@ class AbsentWeight:
     source: str
     order: tuple[int, ...] | None = None
 
-    def made_of(self, value: Tensor) -> Tensor:
-        """The initialiser's values, contiguous."""
-        return (value if self.order is None else value.permute(self.order)).contiguous()
-
     def __call__(self) -> Any:
         import onnx_ir
 
@@ -114,23 +110,6 @@ class TraceInputs:
     cache: Mapping[str, Mapping[int, str]]
 
 
-def fresh_cache(model: Any) -> Any:
-    """An empty stock cache whose sliding layers keep every key: the mask applies the window, the
-    graph stays one."""
-    from transformers import cache_utils as stock
-
-    cache = stock.DynamicCache(config=model.config.get_text_config(decoder=True))
-    for index, layer in enumerate(cache.layers):
-        if type(layer) is stock.DynamicSlidingWindowLayer:
-            cache.layers[index] = stock.DynamicLayer()
-        elif type(layer) is stock.LinearAttentionAndSlidingWindowAttentionLayer:
-            states = layer.number_of_states
-            cache.layers[index] = stock.LinearAttentionAndFullAttentionLayer(
-                number_of_states=states
-            )
-    return cache
-
-
 def graph_name(path: str) -> str:
     """past_key_values.layers.3.keys or cache.layers.3.keys -> past_key_values.3.key; other states
     keep their names."""
@@ -154,25 +133,10 @@ def _axes(path: str, one: Tensor, two: Tensor) -> dict[int, str]:
         elif sizes[0] != sizes[1]:
             raise CompressionError(
                 f"the cache tensor {path} grows from {sizes[0]} to {sizes[1]} entries while the "
-                "past grows from "
-                f"{pasts[0]} to {pasts[1]} tokens, so no graph input can stand for it; export it "
-                "with --no-past"
+                f"past grows from {pasts[0]} to {pasts[1]} tokens, so no graph input can stand "
+                "for it; export it with --no-past"
             )
     return axes
-
-
-def sample_length(config: Any) -> int:
-    """Return the number of tokens to trace with: a few, or enough for several chunks of recurrent
-    layers."""
-    fields = vars(config.get_text_config(decoder=True)).items()
-    chunks = [
-        value for name, value in fields if name.endswith("chunk_size") and isinstance(value, int)
-    ]
-    return max([SAMPLE_LENGTH, *(int(CHUNKS * size) for size in chunks if size <= LARGEST_CHUNK)])
-
-
-def _sample_tokens(rows: int, length: int) -> Tensor:
-    return torch.arange(rows * length).view(rows, length) % 30 + 1
 
 
 @torch.no_grad()
@@ -182,17 +146,33 @@ def trace_inputs(model: Any, past: bool, mode: FakeTensorMode | None = None) -> 
 
     In the `mode` of absent weights only shapes are worked out, and the cache is filled with zeros.
     Without one the model computes, so its experts must not be in a node's layout yet."""
+    from transformers import cache_utils as stock
     from transformers.exporters.utils import get_leaf_tensors
 
     argument = cache_argument(model)
-    new = sample_length(model.config)
-    if not past:
-        return TraceInputs(model_inputs(model, _sample_tokens(SAMPLES[0][0], new)), {})
+    config = model.config.get_text_config(decoder=True)
+    new = SAMPLE_LENGTH  # or enough tokens for several chunks of recurrent layers
+    for name, size in vars(config).items():
+        if name.endswith("chunk_size") and isinstance(size, int) and size <= LARGEST_CHUNK:
+            new = max(new, int(CHUNKS * size))
     caches = []
     samples = []
     for batch, length in SAMPLES:
-        tokens = _sample_tokens(batch, length + new)
-        cache = fresh_cache(model)
+        if not past:
+            length = 0
+        tokens = torch.arange(batch * (length + new)).view(batch, -1) % 30 + 1
+        samples.append(model_inputs(model, tokens[:, length:], length))
+        if not past:
+            return TraceInputs(samples[0], {})
+        cache = stock.DynamicCache(config=config)
+        # sliding layers keep every key, as the mask applies the window, so that the graph stays one
+        for index, layer in enumerate(cache.layers):
+            if type(layer) is stock.DynamicSlidingWindowLayer:
+                cache.layers[index] = stock.DynamicLayer()
+            elif type(layer) is stock.LinearAttentionAndSlidingWindowAttentionLayer:
+                cache.layers[index] = stock.LinearAttentionAndFullAttentionLayer(
+                    number_of_states=layer.number_of_states
+                )
         try:
             with mode or contextlib.nullcontext():
                 model(
@@ -208,7 +188,6 @@ def trace_inputs(model: Any, past: bool, mode: FakeTensorMode | None = None) -> 
                 reason = f"does not run with a cache ({cause}); export it with --no-past"
             raise CompressionError(f"{type(model).__name__} {reason}") from error
         caches.append(cache)
-        samples.append(model_inputs(model, tokens[:, length:], length))
     one, two = (get_leaf_tensors({argument: cache}) for cache in caches)
     if set(one) != set(two) or not one:
         name = type(model).__name__
@@ -226,17 +205,6 @@ def trace_inputs(model: Any, past: bool, mode: FakeTensorMode | None = None) -> 
         for name in [name for name, value in vars(module).items() if isinstance(value, FakeTensor)]:
             delattr(module, name)
     return TraceInputs({**samples[0], argument: caches[0]}, tensors)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    silent = contextlib.redirect_stdout(io.StringIO())
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(action="ignore"), silent, quiet_transformers():
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 @contextlib.contextmanager
@@ -270,10 +238,8 @@ def _rotation_fault(model: Any, error: BaseException) -> str | None:
         return None
     return (
         f"its rotary embeddings ({', '.join(rotations)}) take another branch for longer texts, "
-        "and a "
-        "graph has only one; set rope_type to default in a copy's config.json for texts that need "
-        "no "
-        "scaling"
+        "and a graph has only one; set rope_type to default in a copy's config.json for texts "
+        "that need no scaling"
     )
 
 
@@ -289,13 +255,16 @@ def export_graph(model: Any, inputs: TraceInputs, opset: int) -> Any:
             dict.fromkeys(axes, dynamic) for axes in inputs.cache.values()
         ]
     settings = OnnxConfig(dynamic_shapes=shapes, opset_version=opset, optimize=False)
+    sample = {**inputs.sample, "use_cache": bool(inputs.cache)}
+    logging.disable(logging.WARNING)
     try:
-        with _quiet(), _symbolic_minimum(model):
-            program = (
-                OnnxExporter()
-                .export(model, {**inputs.sample, "use_cache": bool(inputs.cache)}, settings)
-                .program
-            )
+        with (
+            warnings.catch_warnings(action="ignore"),
+            contextlib.redirect_stdout(io.StringIO()),
+            quiet_transformers(),
+            _symbolic_minimum(model),
+        ):
+            program = OnnxExporter().export(model, sample, settings).program
             optimise(program)
     except Exception as error:  # torch and onnxscript raise many classes
         cause: BaseException = error
@@ -304,8 +273,10 @@ def export_graph(model: Any, inputs: TraceInputs, opset: int) -> Any:
         reason = _rotation_fault(model, cause) or reason_of(cause)
         message = f"{type(model).__name__} cannot be traced as one ONNX graph: {reason}"
         raise CompressionError(message) from error
+    finally:
+        logging.disable(logging.NOTSET)
     divide_by_roots(program)
-    _rename(program, inputs)
+    _rename(program, inputs.cache)
     return program
 
 
@@ -324,20 +295,7 @@ def optimise(program: Any) -> None:
                 AbsentWeight(stored.name), dtype=stored.dtype, shape=stored.shape, name=stored.name
             )
     InlinePass()(program)
-    turn_absent(program)
-    with quick_matching():
-        optimize_ir(
-            program,
-            should_fold=lambda node: False if any(map(absent_weight, node.inputs)) else None,
-        )
-        fuse(program)
-
-
-def turn_absent(program: Any) -> None:
-    """Fold every transposition of an absent weight that nothing else reads into the order of its
-    axes."""
-    import onnx_ir
-
+    # a transposition of an absent weight that nothing else reads becomes the order of its axes
     for node in list(program.graph):
         if (node.domain, node.op_type) != ("", "Transpose"):
             continue
@@ -365,6 +323,12 @@ def turn_absent(program: Any) -> None:
         program.graph.remove(node, safe=True)
         program.graph.initializers.pop(value.name)
         program.graph.register_initializer(turned)
+    with quick_matching():
+        optimize_ir(
+            program,
+            should_fold=lambda node: False if any(map(absent_weight, node.inputs)) else None,
+        )
+        fuse(program)
 
 
 @contextlib.contextmanager
@@ -395,9 +359,8 @@ def quick_matching() -> Iterator[None]:
         yield
 
 
-def divide_by_roots(program: Any) -> int:
-    """Turn every x * (1 / sqrt(v)) of an onnx_ir model into x / sqrt(v), in place; returns how many
-    there were.
+def divide_by_roots(program: Any) -> None:
+    """Turn every x * (1 / sqrt(v)) of an onnx_ir model into x / sqrt(v), in place.
 
     A trace writes RMS norms the first way; ONNX Runtime 1.31 fuses the second into one operator.
     """
@@ -410,36 +373,26 @@ def divide_by_roots(program: Any) -> int:
     def quotient(op: Any, x: Any, v: Any) -> Any:
         return op.Div(x, op.Sqrt(v))
 
-    rules = RewriteRuleSet([RewriteRule(product, quotient, remove_nodes=False)], commute=True)
-    count = rules.apply_to_model(program)
+    rule = RewriteRule(product, quotient, remove_nodes=False)
+    RewriteRuleSet([rule], commute=True).apply_to_model(program)
     RemoveUnusedNodesPass()(program)
-    return count
 
 
-def _rename(program: Any, inputs: TraceInputs) -> None:
+def _rename(program: Any, cache: Mapping[str, Mapping[int, str]]) -> None:
+    """Give inputs, outputs and axes their names, and drop what a trace has noted at nodes."""
+    import onnx_ir
+
     graph = program.graph
     for value in graph.inputs:
         value.name = graph_name(value.name.removeprefix("input."))
     for value in graph.outputs:
         name = graph_name(value.name.removeprefix("output."))
-        value.name = present_name(name) if name in inputs.cache else name
-    wanted = {"logits", *map(present_name, inputs.cache)}
+        value.name = present_name(name) if name in cache else name
+    wanted = {"logits", *map(present_name, cache)}
     for value in [value for value in graph.outputs if value.name not in wanted]:
         graph.outputs.remove(value)
-    symbols = _axis_names(graph, inputs.cache)
-    for node in graph.all_nodes():
-        node.metadata_props.clear()
-        node.doc_string = None
-        for value in node.outputs:
-            _rename_axes(value, symbols)
-    for value in graph.inputs:
-        value.metadata_props.clear()
-        _rename_axes(value, symbols)
     assert wanted == {value.name for value in graph.outputs}
-
-
-def _axis_names(graph: Any, cache: Mapping[str, Mapping[int, str]]) -> dict[str, str]:
-    names: dict[str, str] = {}
+    symbols: dict[str, str] = {}
     for value in graph.inputs:
         length = "total" if cache and value.name == "attention_mask" else "sequence"
         for axis, name in cache.get(value.name, {0: "batch", 1: length}).items():
@@ -447,26 +400,27 @@ def _axis_names(graph: Any, cache: Mapping[str, Mapping[int, str]]) -> dict[str,
             if isinstance(size, int):
                 raise CompressionError(
                     "the stock model cannot be traced as one ONNX graph: its Python code depends "
-                    f"on the {name} axis "
-                    f"of {value.name} (a loop over tokens, say), which the trace fixes at the "
-                    f"example's {size}"
+                    f"on the {name} axis of {value.name} (a loop over tokens, say), which the "
+                    f"trace fixes at the example's {size}"
                 )
             if size.value is not None:
-                names.setdefault(size.value, name)
-    return names
-
-
-def _rename_axes(value: Any, symbols: Mapping[str, str]) -> None:
-    import onnx_ir
-
-    if value.shape is None:
-        return
-    dims = list(value.shape)
-    for axis, dim in enumerate(dims):
-        if isinstance(dim, int) or dim.value is None:
+                symbols.setdefault(size.value, name)
+        value.metadata_props.clear()
+    values = list(graph.inputs)
+    for node in graph.all_nodes():
+        node.metadata_props.clear()
+        node.doc_string = None
+        values += node.outputs
+    for value in values:
+        if value.shape is None:
             continue
-        unknown = not symbols.keys() >= {*SYMBOL.findall(dim.value)}
-        text = SYMBOL.sub(lambda match: symbols.get(match.group(), match.group()), dim.value)
-        total = text in ("past + sequence", "sequence + past")
-        dims[axis] = onnx_ir.SymbolicDim(None if unknown else "total" if total else text)
-    value.shape = onnx_ir.Shape(dims)
+        dims = list(value.shape)
+        for axis, dim in enumerate(dims):
+            if isinstance(dim, int) or dim.value is None:
+                continue
+            text = SYMBOL.sub(lambda match: symbols.get(match.group(), match.group()), dim.value)
+            if text in ("past + sequence", "sequence + past"):
+                text = "total"
+            known = symbols.keys() >= {*SYMBOL.findall(dim.value)}
+            dims[axis] = onnx_ir.SymbolicDim(text if known else None)
+        value.shape = onnx_ir.Shape(dims)

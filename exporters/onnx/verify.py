@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -40,11 +39,8 @@ class Tolerance:
     def of(self, reference: Reference) -> float:
         """The bound for the logits of a graph."""
         largest = reference.largest
-        return max(
-            self.absolute,
-            self.relative * largest,
-            min(self.units * reference.sensitivity, MOST * largest),
-        )
+        amplified = min(self.units * reference.sensitivity, MOST * largest)
+        return max(self.absolute, self.relative * largest, amplified)
 
 
 MOST = 1e-3  # of the largest logit, however much a model amplifies rounding
@@ -85,11 +81,9 @@ def compare(
     Raises `CompressionError` at the first case with more tokens beyond the tolerance than may be
     near ties."""
     bound = tolerance.of(reference)
-    cases = []
-    ties = 0
-    tokens = 0
-    compared = 0
-    equal = 0
+    cases = dict[str, float]()
+    shapes = []
+    ties = tokens = compared = equal = 0
     for case, computed in zip(reference.cases, logits, strict=True):
         if computed.shape != case.logits.shape:
             computed = torch.full_like(case.logits, torch.nan)
@@ -100,27 +94,24 @@ def compare(
         if int(beyond.sum()) > int(tolerance.share * len(gaps) + 0.5) or bool(gaps.isinf().any()):
             raise CompressionError(
                 f"the ONNX graph of {reference.model} is wrong in the case {case.name!r}: its "
-                "logits differ from the "
-                f"stock model's by {float(gaps.max()):.2g}, more than {bound:.2g}; nothing was "
-                "written"
+                f"logits differ from the stock model's by {float(gaps.max()):.2g}, more than "
+                f"{bound:.2g}; nothing was written"
             )
-        cases.append((case.name, float(gaps.where(~beyond, 0.0).max())))
-        ties = ties + int(beyond.sum())
-        tokens = tokens + len(gaps)
-        if case.name == CONTINUED:
-            same = computed[0, PROMPT - 1 :].argmax(-1) == case.logits[0, PROMPT - 1 :].argmax(-1)
-            compared = len(same)
-            equal = int(same.sum())
+        cases[case.name] = float(gaps.where(~beyond, 0.0).max())
+        ties += int(beyond.sum())
+        tokens += len(gaps)
+        if case.name != CONTINUED:
+            shapes.append((len(case.tokens), case.tokens.shape[1]))
+            continue
+        same = computed[0, PROMPT - 1 :].argmax(-1) == case.logits[0, PROMPT - 1 :].argmax(-1)
+        compared = len(same)
+        equal = int(same.sum())
     return Verification(
-        largest_difference=max(largest for _, largest in cases),
+        largest_difference=max(cases.values()),
         tolerance=bound,
         largest_logit=reference.largest,
-        shapes=tuple(
-            (len(case.tokens), case.tokens.shape[1])
-            for case in reference.cases
-            if case.name != CONTINUED
-        ),
-        cases=tuple(cases),
+        shapes=tuple(shapes),
+        cases=tuple(cases.items()),
         tokens_compared=compared,
         tokens_equal=equal,
         reference=label,
@@ -175,23 +166,19 @@ class Graph:
         """The logits [B, S, V] of each case."""
         progress.start("verifying", len(cases))
         for case in cases:
-            yield self._answer(case)
+            decoder = OnnxDecoder(self.session, len(case.tokens))
+            logits = []
+            past = 0
+            # the cache of one chunk is handed to the next
+            for tokens in case.tokens.split(list(case.chunks), dim=1):
+                mask = case.mask[:, : past + tokens.shape[1]]
+                try:
+                    logits.append(decoder.run(tokens, mask).float().clone())
+                except Exception as error:  # the runtime raises classes of its own
+                    raise CompressionError(
+                        f"ONNX Runtime fails on {list(tokens.shape)} tokens after {past}: "
+                        f"{reason_of(error)}; nothing was written"
+                    ) from error
+                past += tokens.shape[1]
+            yield torch.cat(logits, dim=1)
             progress.advance(case.name)
-
-    def _answer(self, case: Case) -> Tensor:
-        """The case chunk by chunk, the cache of one handed to the next."""
-        decoder = OnnxDecoder(self.session, len(case.tokens))
-        logits = []
-        for tokens, end in zip(
-            case.tokens.split(list(case.chunks), dim=1), accumulate(case.chunks), strict=True
-        ):
-            try:
-                logits.append(decoder.run(tokens, case.mask[:, :end]).float().clone())
-            except Exception as error:  # the runtime raises classes of its own
-                past = end - tokens.shape[1]
-                raise CompressionError(
-                    f"ONNX Runtime fails on {list(tokens.shape)} tokens after {past}: "
-                    f"{reason_of(error)}; nothing was "
-                    "written"
-                ) from error
-        return torch.cat(logits, dim=1)

@@ -18,7 +18,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -61,8 +61,9 @@ class Result:
 
 
 def options_of(words: Sequence[str]) -> TuningOptions:
-    """Read options of `comoe train`, each followed by its value but for `--dora`; later ones win."""
-    experts = {field.name for field in fields(ComoeConfig)}
+    """Read options of `comoe train`, each followed by its value but for `--dora`; later ones
+    win."""
+    experts = ComoeConfig.model_fields
     config = dict[str, Any]()
     training = dict[str, Any]()
     remaining = [*words]
@@ -73,7 +74,7 @@ def options_of(words: Sequence[str]) -> TuningOptions:
             config[name] = value
         if name not in experts or name == "seed":
             training[name] = value
-    return TuningOptions(ComoeConfig(**config), **training)
+    return TuningOptions(config=ComoeConfig(**config), **training)
 
 
 def read_value(name: str, word: str) -> Any:

@@ -22,6 +22,7 @@ from torch import nn
 
 from compressor.answers.items import item_lines, read_items
 from compressor.comoe.layer import FACTS, TENSORS, inject, load_adapters, save_adapters
+from compressor.comoe.options import ComoeConfig
 from compressor.document.markdown import markdown
 from compressor.document.terminal import show
 from compressor.errors import CompressionError
@@ -216,7 +217,7 @@ def one_layer() -> nn.Module:
 @cache
 def adapters() -> tuple[dict[str, Any], bytes]:
     with tempfile.TemporaryDirectory() as place:
-        save_adapters(inject(one_layer(), 2, 3, targets=("q_proj",)), Path(place) / "made")
+        save_adapters(inject(one_layer(), ComoeConfig(rank=2, experts=3, targets=("q_proj",))), Path(place) / "made")
         return json.loads((Path(place) / "made" / FACTS).read_text()), (Path(place) / "made" / TENSORS).read_bytes()
 
 

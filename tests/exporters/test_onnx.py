@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +19,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.exporters.exporter_onnx import OnnxExporter
 
+import compressor
 from compressor.errors import CompressionError
-from exporters import onnx as exporter
-from exporters.onnx import ExportOptions, ExportSummary, export
+from exporters.onnx import ExportOptions, export
+from exporters.onnx import writing as exporter
 from tests.support import small, zoo
 from tests.support.onnx_answers import Runner, session_of
 
@@ -35,7 +36,7 @@ class Made:
 
     source: Path
     out: Path
-    summary: ExportSummary
+    summary: exporter.ExportSummary
     stock: Any
 
     def session(self) -> Any:
@@ -201,7 +202,7 @@ def unsound(graph: Path) -> None:
     onnx.save(model, str(graph))
 
 
-PLAIN = ExportOptions(past=False, tokens=4)
+PLAIN: dict[str, Any] = {"past": False, "tokens": 4}
 
 
 @pytest.mark.full
@@ -210,7 +211,7 @@ def test_a_wrong_graph_leaves_nothing(change: Any, source: Path, retraced: Path,
     change(retraced)
     wrong = r"ONNX graph of MixtralForCausalLM is wrong in .*; nothing was written"
     with pytest.raises(CompressionError, match="" if change is unsound else wrong):
-        export(source, tmp_path / "out", PLAIN)
+        compressor.export(source, tmp_path / "out", **PLAIN)
     assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
 
 
@@ -220,15 +221,15 @@ def test_equal_runs_give_equal_records_and_a_wrong_successor_replaces_none(
 ) -> None:
     trees = []
     for _ in range(2):
-        summary = export(source, tmp_path / "out", replace(PLAIN, overwrite=True))
+        summary = compressor.export(source, tmp_path / "out", overwrite=True, **PLAIN)
         assert summary.verification.tokens_equal == 4
         trees.append(small.tree(tmp_path / "out"))
     assert trees[0] == trees[1]
     tamper(retraced, swap)
     with pytest.raises(CompressionError, match="nothing was written"):
-        export(source, tmp_path / "out", replace(PLAIN, overwrite=True))
+        compressor.export(source, tmp_path / "out", overwrite=True, **PLAIN)
     with pytest.raises(CompressionError, match="exists already; name another folder or pass --overwrite"):
-        export(source, tmp_path / "out", PLAIN)
+        compressor.export(source, tmp_path / "out", **(PLAIN | {"tokens": 5}))
     assert small.tree(tmp_path / "out") == trees[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "out"]
 
@@ -288,5 +289,5 @@ def test_rotations_that_change_within_the_verified_lengths_are_exported(tmp_path
 def test_rotations_that_branch_by_length_are_refused_with_the_cause(name: str, kind: str, tmp_path: Path) -> None:
     source = rotated(name, kind, tmp_path / "source")
     with pytest.raises(CompressionError, match=rf"its rotary embeddings \({kind}\) take another branch .*rope_type"):
-        export(source, tmp_path / "out", ExportOptions())
+        compressor.export(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()

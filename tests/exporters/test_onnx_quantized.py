@@ -18,13 +18,13 @@ from compressor import api
 from compressor.data.demo import demo_checkpoint
 from compressor.errors import CompressionError
 from compressor.model.architecture import experts_modules
-from exporters.onnx import ExportOptions, ExportSummary, export
-from exporters.onnx.moe import qmoe_tensors, round_experts
-from exporters.onnx.quantise import RATIOS, SCHEMES, Scheme, best_scales, codes, dequantise, pack, rounded
+from exporters.onnx import ExportOptions, export
+from exporters.onnx.moe import moe_node, round_experts
+from exporters.onnx.quantise import RATIOS, SCHEMES, Scheme, codes, pack, rounded
 from exporters.onnx.verify import rounding_cost
+from exporters.onnx.writing import ExportSummary
 from tests.support import zoo
 from tests.support.onnx_answers import Runner, experts_of, observe, run_node, session_of
-from tests.support.packed_codes import unpack
 
 ALL = [pytest.param(scheme, id=name) for name, scheme in SCHEMES.items()]
 
@@ -59,16 +59,6 @@ def test_every_scale_has_the_smallest_error_of_a_plain_loop(scheme: Scheme) -> N
             assert float(scales[row, place]) == pytest.approx(scale, rel=1e-5)
 
 
-@pytest.mark.parametrize("scheme", ALL)
-def test_rounding_is_that_of_torch(scheme: Scheme) -> None:
-    weight = gaussian(4, 64)
-    value, scales = rounded(weight, scheme)
-    flat, steps = weight.view(-1, scheme.block or 64), scales.flatten()
-    zeros = torch.zeros(len(steps), dtype=torch.int32)
-    wanted = torch.fake_quantize_per_channel_affine(flat, steps, zeros, 0, -scheme.highest - 1, scheme.highest)
-    torch.testing.assert_close(value, wanted.view(4, 64))
-
-
 def test_zeros_and_tiny_weights_have_a_scale() -> None:
     for weight in (torch.zeros(2, 40), torch.full((2, 40), 1e-42)):
         value, scales = rounded(weight, SCHEMES["int4"])
@@ -80,7 +70,7 @@ def test_the_node_reads_the_same_weights(scheme: Scheme) -> None:
     weight, identity = gaussian(1, 64, 64), torch.eye(64)[None]
     tensors = {}
     for name, value in (("one", weight), ("two", identity)):
-        scales = best_scales(value, scheme)
+        _, scales = rounded(value, scheme)
         tensors[name] = pack(codes(value, scales, scheme), scheme)
         tensors[f"{name}_scales"] = scales if scheme.block else scales[..., 0]
     inputs = ["x", "logits", "one", "one_scales", "", "two", "two_scales"]
@@ -215,11 +205,11 @@ def test_the_nodes_tensors_mean_the_rounded_weights(name: str, overrides: dict[s
     names = [key for key in names if not key.endswith("bias")]
     before = {key: getattr(experts, key).clone() for key in names}
     round_experts(experts, scheme)
-    tensors = qmoe_tensors(experts, scheme)
+    _, tensors = moe_node(experts, scheme)
     for key in names:
         now = getattr(experts, key)
         scales = tensors[f"{key}_scales"]
-        plain = dequantise(unpack(tensors[key], scheme), scales if scheme.block else scales[..., None], scheme)
+        plain = torch.from_numpy(plainly(tensors[key].numpy(), scales.numpy(), quantize))
         assert torch.equal(stock_layout(experts, key, plain), now) and not torch.equal(now, before[key])
         assert float((now - before[key]).abs().max()) < float(scales.max()) * 4
 

@@ -25,9 +25,10 @@ from compressor.model.architecture import experts_modules
 from compressor.model.loading import PartialModel
 from compressor.model.opened import open_model
 from compressor.progress import Silent
-from exporters import onnx as exporter
-from exporters.onnx import FORMATS, ExportOptions, ExportSummary, export, trace
+from exporters.onnx import ExportOptions, export, read_summary, trace
+from exporters.onnx import writing as exporter
 from exporters.onnx.moe import SCALES, round_experts, use_nodes
+from exporters.onnx.quantise import SCHEMES
 from exporters.onnx.reference import CONTINUED, NUDGED, nudge, observe
 from exporters.onnx.trace import export_graph, trace_inputs
 from exporters.onnx.verify import EXACT, MAPPED, WHOLE, Graph, compare
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.full
 
 SIZES = {"hidden_size": 96, "head_dim": 32}  # matrices with more than the optimiser after the trace computes with
 STREAMED = ExportOptions(external_bytes=0, tokens=8, quantize="int4")
-ROUNDED = FORMATS[STREAMED.quantize]
+ROUNDED = SCHEMES[STREAMED.quantize]
 
 
 def save(folder: Path) -> Path:
@@ -51,7 +52,6 @@ def save(folder: Path) -> Path:
 def in_memory(source: Path) -> Any:
     """The stock model of the weights worked out by hand, rounded."""
     model = quantized.plain_model(source)
-    assert ROUNDED is not None
     for parameter in model.parameters():  # of two equally good scales, the order of adding decides
         parameter.data = parameter.data.contiguous()
     for _, experts in experts_modules(model):
@@ -98,7 +98,7 @@ class Made:
 
     source: Path
     out: Path
-    summary: ExportSummary
+    summary: exporter.ExportSummary
     held: int
 
 
@@ -140,7 +140,7 @@ def test_one_layer_is_held_at_a_time_and_verified(made: Made) -> None:
     model = quantized.plain_model(made.source)
     layer = sum(value.numel() for value in model.model.layers[0].parameters())
     assert 0 < made.held <= sum(value.numel() for value in model.parameters()) - layer
-    found = exporter.read_summary(made.out).verification
+    found = read_summary(made.out).verification
     assert found == made.summary.verification and found.how == MAPPED
     assert found.tokens_equal == found.tokens_compared == 8 and 0 < found.sensitivity < found.tolerance
     assert "chunked prefill" in dict(found.cases) and "left padding, cached decode" in dict(found.cases)
@@ -203,7 +203,7 @@ def test_a_wrong_weight_of_any_layer_is_found(made: Made, tmp_path: Path) -> Non
 def rounded(partial: PartialModel, decoder_layer: str) -> None:
     """Round a loaded layer's experts."""
     for name, experts in experts_modules(partial.model):
-        if name.startswith(f"{decoder_layer}.") and ROUNDED is not None:
+        if name.startswith(f"{decoder_layer}."):
             round_experts(experts, ROUNDED)
             delattr(experts, SCALES)
 

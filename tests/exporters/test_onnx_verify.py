@@ -45,10 +45,10 @@ def test_every_required_case_is_asked(reference: Reference) -> None:
         assert sum(case.chunks) == case.tokens.shape[1] == case.logits.shape[1]
 
 
-def test_a_model_of_another_kind_is_refused() -> None:
+def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
     message = "DiffusionGemmaForBlockDiffusion cannot be exported: it does not give one row of logits"
     with pytest.raises(CompressionError, match=message):
-        observe(zoo.build("diffusion_gemma"), past=False)
+        streamed(zoo.build("diffusion_gemma"), tmp_path)
 
 
 def test_a_faithful_graph_passes(reference: Reference) -> None:

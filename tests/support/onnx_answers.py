@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 
 from compressor.model.architecture import experts_modules
-from exporters.onnx.reference import Case, Reference, model_inputs, per_token, questions
+from exporters.onnx.reference import Case, Reference, model_inputs, questions
 from tests.support import zoo
 
 Answer = Callable[[Case], Tensor]
@@ -21,8 +21,8 @@ KINDS = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 @torch.no_grad()
 def answer(model: Any, case: Case) -> Tensor:
     """Logits [B, S, V] of the whole case at once."""
-    output = model(**model_inputs(model, case.tokens, 0, case.mask), use_cache=False)
-    return per_token(model, case.tokens, output.logits)
+    logits: Tensor = model(**model_inputs(model, case.tokens, 0, case.mask), use_cache=False).logits
+    return logits.float().clone()
 
 
 def observe(model: Any, past: bool, tokens: int = 64) -> Reference:

@@ -12,7 +12,12 @@ from compressor.comoe.options import ComoeConfig, TuningOptions
 from tests.support import small
 
 CONFIG = ComoeConfig(rank=4, experts=4)
-OPTIONS = TuningOptions(CONFIG, steps=6, batch_size=4, learning_rate=5e-3, log_every=2, save_every=2)
+OPTIONS = TuningOptions(config=CONFIG, steps=6, batch_size=4, learning_rate=5e-3, log_every=2, save_every=2)
+
+
+def changed(options: Any, **more: Any) -> Any:
+    """The same options but for these."""
+    return type(options)(**{**dict(options), **more})
 
 
 def dense(seed: int = 0) -> Any:

@@ -20,7 +20,7 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import build_meta
 from compressor.model.experts import matrix_of, parameter_names
 from compressor.model.loading import KeyMap, map_keys, saved_names
-from compressor.model.moe_layer import MoeLayer
+from compressor.model.moe_layer import MoeLayer, decoder_layer_of
 from compressor.model.opened import OpenModel
 from compressor.steps.quantize.scheme import Scheme
 
@@ -89,15 +89,25 @@ def find_matrices(model: OpenModel, targets: str) -> Matrices:
     experts = _experts_keys(partial.model, architecture.layers)
     in_experts = {key: layer for key, layer in experts.items() if key not in partial.tied}
     by_itself = model.layout.regular and not model.layout.quantized
-    stored = by_itself and all(_as_it_lies(partial, key) for key in in_experts)
+    # True if experts are stored as they are, or as matrices [rows, columns] of single experts
+    stored = by_itself
+    patterns = set[str]()
+    for name, key in partial.plain_keys.targets.items():
+        pattern = partial.plain_keys.patterns[name]
+        if key in in_experts and pattern is not None:
+            patterns.add(pattern)
+    for pattern in patterns:
+        operations = getattr(partial.converter_of(pattern), "operations", ())
+        kinds = [type(operation).__name__ for operation in operations]
+        if "*" not in pattern or any("Transpose" in kind for kind in kinds):
+            stored = False
     shapes = {name: info.shape for name, info in model.checkpoint.tensors.items()}
     keys: KeyMap = partial.plain_keys
     singles = _names_of_experts(partial, keys, in_experts)
     if not (stored and singles):
         plain = build_meta(architecture.config, partial.dtype)
-        shapes = {
-            name: tuple(value.shape) for name, value in saved_names(plain, dict(plain.state_dict()))
-        }
+        saved = saved_names(plain, dict(plain.state_dict()))
+        shapes = {name: tuple(value.shape) for name, value in saved}
         keys = map_keys(shapes, partial.model, partial.plain_conversions)
         singles = _names_of_experts(partial, keys, in_experts)
     source = partial.plain_keys if stored else keys
@@ -110,10 +120,8 @@ def find_matrices(model: OpenModel, targets: str) -> Matrices:
     matrices = [*_of_experts(partial.model, in_experts, singles)]
     if targets == ALL:
         matrices += _dense(model, keys, shapes)
-    order = {
-        decoder_layer: number for number, decoder_layer in enumerate(architecture.decoder_layers)
-    }
-    matrices.sort(key=lambda matrix: order[matrix.decoder_layer])
+    order = architecture.decoder_layers.index
+    matrices.sort(key=lambda matrix: order(matrix.decoder_layer))
     quantized = {matrix.key for matrix in matrices}
     written = {key: name for name, key in keys.targets.items()}
     ignored = set()
@@ -144,8 +152,7 @@ def refuse_unreadable(model: OpenModel, scheme: Scheme) -> None:
     except ValueError as error:
         raise CompressionError(
             "quantize: transformers cannot read quantised checkpoints of "
-            f"{model.architecture.family}; leave quantize "
-            "out"
+            f"{model.architecture.family}; leave quantize out"
         ) from error
 
 
@@ -162,21 +169,6 @@ def _experts_keys(model: nn.Module, layers: Sequence[MoeLayer]) -> dict[str, Moe
         for tensor in parameter_names(model.get_submodule(layer.name))[:2]:
             keys[f"{layer.name}.{tensor}"] = layer
     return keys
-
-
-def _as_it_lies(partial: Any, key: str) -> bool:
-    """Return True if an experts tensor is stored as it is, or as matrices [rows, columns] of single
-    experts."""
-    keys = partial.plain_keys
-    for pattern in {
-        keys.patterns[name] for name, target in keys.targets.items() if target == key
-    } - {None}:
-        operations = getattr(partial.converter_of(pattern), "operations", ())
-        if "*" not in pattern or any(
-            "Transpose" in type(operation).__name__ for operation in operations
-        ):
-            return False
-    return True
 
 
 def _names_of_experts(
@@ -199,9 +191,8 @@ def _names_of_experts(
         experts = in_experts[key].experts
         # of a second target after the first's
         for number, name in enumerate(sorted(names, key=dot_natural_key)):
-            stored[targets[number // experts], number % experts, part] = name.removesuffix(
-                ".weight"
-            )
+            place = targets[number // experts], number % experts, part
+            stored[place] = name.removesuffix(".weight")
     return stored
 
 
@@ -231,18 +222,11 @@ def _dense(model: OpenModel, keys: KeyMap, shapes: Mapping[str, Sequence[int]]) 
         module = modules.get(owner)
         if not isinstance(module, nn.Linear) or module.out_features == 1 or key.startswith(routers):
             continue
-        layer_names = [
-            decoder_layer
-            for decoder_layer in model.architecture.decoder_layers
-            if key.startswith(f"{decoder_layer}.")
-        ]
-        by_itself = keys.patterns[name] is None and tuple(shapes[name]) == tuple(
-            module.weight.shape
-        )
+        decoder_layer = decoder_layer_of(key, model.architecture.decoder_layers)
+        rows, columns = module.weight.shape
+        by_itself = keys.patterns[name] is None and tuple(shapes[name]) == (rows, columns)
         # with "weight" in the module's name, loaders would take that for the tensor's own name
         named = name.endswith(".weight") and "weight" not in owner
-        if layer_names and by_itself and named and key not in model.partial.tied:
-            rows, columns = module.weight.shape
-            yield Matrix(
-                name.removesuffix(".weight"), key, max(layer_names, key=len), rows, columns, owner
-            )
+        if decoder_layer and by_itself and named and key not in model.partial.tied:
+            module_name = name.removesuffix(".weight")
+            yield Matrix(module_name, key, decoder_layer, rows, columns, owner)

@@ -74,17 +74,13 @@ class Scheme:
     group_size: int
 
     @property
-    def number_format(self) -> NumberFormat:
-        return NUMBER_FORMATS[self.name]
-
-    @property
     def bits(self) -> int:
-        return self.number_format.bits
+        return NUMBER_FORMATS[self.name].bits
 
     @property
     def format(self) -> str:
         """The name of the storage in compressed-tensors."""
-        return self.number_format.storage
+        return NUMBER_FORMATS[self.name].storage
 
     @cached_property
     def described(self) -> Any:
@@ -97,15 +93,17 @@ class Scheme:
             preset_name_to_scheme,
         )
 
-        preset = self.number_format.preset
+        preset = NUMBER_FORMATS[self.name].preset
         if preset is not None:
             scheme = preset_name_to_scheme(preset, ["Linear"])
             return scheme.model_copy(update={"format": self.format})
-        strategy = (
-            {"strategy": "channel"} if self.group_size == ROW else {"group_size": self.group_size}
-        )
         weights = QuantizationArgs(
-            num_bits=self.bits, type="int", symmetric=True, dynamic=False, **strategy
+            num_bits=self.bits,
+            type="int",
+            symmetric=True,
+            dynamic=False,
+            strategy="channel" if self.group_size == ROW else "group",
+            group_size=None if self.group_size == ROW else self.group_size,
         )
         return QuantizationScheme(targets=["Linear"], weights=weights, format=self.format)
 
@@ -128,27 +126,17 @@ class Scheme:
         """Safetensors dtype and shape of what is stored for a matrix, by the last part of its
         name."""
         groups = 1 if self.group_size == ROW else columns // self.group_size
+        scale = {"mxfp4": "U8", "nvfp4": "F8_E4M3"}.get(self.name, DTYPE_NAMES[dtype])
+        stored: dict[str, tuple[str, tuple[int, ...]]] = {"weight_scale": (scale, (rows, groups))}
         if self.name == "fp8":
-            return {
-                "weight": ("F8_E4M3", (rows, columns)),
-                "weight_scale": (DTYPE_NAMES[dtype], (rows, 1)),
-            }
-        if self.name == "mxfp4":
-            return {
-                "weight_packed": ("U8", (rows, columns // 2)),
-                "weight_scale": ("U8", (rows, groups)),
-            }
-        if self.name == "nvfp4":
-            return {
-                "weight_packed": ("U8", (rows, columns // 2)),
-                "weight_scale": ("F8_E4M3", (rows, groups)),
-                "weight_global_scale": ("F32", (1,)),
-            }
-        return {
-            "weight_packed": ("I32", (rows, -(-columns * self.bits // 32))),
-            "weight_scale": (DTYPE_NAMES[dtype], (rows, groups)),
-            "weight_shape": ("I64", (2,)),
-        }
+            return {"weight": ("F8_E4M3", (rows, columns)), **stored}
+        if self.name in FP4:
+            stored = {"weight_packed": ("U8", (rows, columns // 2)), **stored}
+            if self.name == "nvfp4":
+                stored["weight_global_scale"] = ("F32", (1,))
+            return stored
+        packed = "I32", (rows, -(-columns * self.bits // 32))
+        return {"weight_packed": packed, **stored, "weight_shape": ("I64", (2,))}
 
     def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
         """Return the bytes of a stored matrix."""
@@ -191,20 +179,26 @@ class Scheme:
         group. NVFP4's global scale is that of the `largest` [B] weight, if given."""
         most = self.ranges(weight)
         unclipped = self.scales_of(most, dtype, largest)
-        if not clip or not self.number_format.clipped:
+        if not clip or not NUMBER_FORMATS[self.name].clipped:
             return unclipped
-        overall = unclipped.overall
-        grouped = self._grouped(weight)
-        scales = torch.empty_like(most)
-        size = max(1, AT_ONCE // weight.shape[-1])
-        for number in range(len(weight)):
-            shared = None if overall is None else overall[number]
-            for begin in range(0, weight.shape[1], size):
-                rows = slice(begin, begin + size)
-                scales[number, rows] = self._clipped(
-                    grouped[number, rows], most[number, rows], shared, dtype
-                )
-        return Scales(scales, overall)
+        chosen = []
+        for number, matrix in enumerate(self._grouped(weight)):
+            overall = None if unclipped.overall is None else unclipped.overall[number]
+            size = max(1, AT_ONCE // weight.shape[-1])
+            for grouped, highest in zip(
+                matrix.split(size), most[number].split(size), strict=True
+            ):  # rows' groups [R, n, g] and their largest weights [R, n]
+                best = highest
+                least = torch.full_like(highest, math.inf)
+                for factor in SHRINK:
+                    tried = self._stored_scales(highest * factor, overall, dtype)
+                    effective = Scales(tried, overall).effective[..., None]
+                    error = self.nearest(grouped / effective).mul_(effective).sub_(grouped).abs_()
+                    total = error.sqrt().mul_(error).mul_(error).sum(-1)
+                    best = torch.where(total < least, tried, best)
+                    least = torch.minimum(least, total)
+                chosen.append(best)
+        return Scales(torch.cat(chosen).view_as(most), unclipped.overall)
 
     def ranges(self, weight: Tensor) -> Tensor:
         """Return the largest absolute weight of each group [B, O, n] of weights [B, O, I] of any
@@ -229,21 +223,6 @@ class Scheme:
             overall = (FP8_MAX * FP4_MAX / largest)[:, None, None]
             overall = torch.where(overall.isfinite(), overall, 1.0)
         return Scales(self._stored_scales(most, overall, dtype), overall)
-
-    def _clipped(
-        self, grouped: Tensor, most: Tensor, overall: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
-        """Scales of least error [R, n] of rows' groups [R, n, g] with these largest weights."""
-        best = most
-        least = torch.full_like(most, math.inf)
-        for factor in SHRINK:
-            tried = self._stored_scales(most * factor, overall, dtype)
-            effective = Scales(tried, overall).effective[..., None]
-            error = self.nearest(grouped / effective).mul_(effective).sub_(grouped).abs_()
-            total = error.sqrt().mul_(error).mul_(error).sum(-1)
-            best = torch.where(total < least, tried, best)
-            least = torch.minimum(least, total)
-        return best
 
     def _grouped(self, weight: Tensor) -> Tensor:
         size = weight.shape[-1] if self.group_size == ROW else self.group_size
@@ -336,11 +315,6 @@ def _pack_fp4(codes: Tensor) -> Tensor:
     return _join(doubled.sub_(beyond_two).sub_(beyond_four).add_(sign), 4)
 
 
-def _fields(width: int, bits: int) -> int:
-    """Return a mask of 64 bits: the low `bits` of each field of this width."""
-    return sum((1 << start + bits) - (1 << start) for start in range(0, 64, width))
-
-
 def _join(codes: Tensor, bits: int) -> Tensor:
     """Return bytes [..., I * bits / 8] of codes [..., I] of so many bits, a byte each, the first
     lowest; eight at once.
@@ -352,9 +326,10 @@ def _join(codes: Tensor, bits: int) -> Tensor:
     lanes = codes.view(torch.int64)
     for width in (8, 16, 32):
         used = width * bits // 8
-        lanes = (
-            (lanes >> width - used).bitwise_or_(lanes).bitwise_and_(_fields(2 * width, 2 * used))
-        )
+        mask = 0  # of the low bits of each field, which is twice as wide
+        for start in range(0, 64, 2 * width):
+            mask |= (1 << start + 2 * used) - (1 << start)
+        lanes = (lanes >> width - used).bitwise_or_(lanes).bitwise_and_(mask)
     if bits in INTEGERS:
         return lanes.to(INTEGERS[bits]).view(torch.uint8)
     joined: Tensor = lanes.view(torch.uint8).unflatten(-1, (-1, 8))[..., :bits].flatten(-2)

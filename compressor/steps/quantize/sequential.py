@@ -75,8 +75,7 @@ def summed(hessians: Tensor, matrices: Sequence[Matrix]) -> Tensor:
     if not all(finite):
         raise CompressionError(
             f"{matrices[finite.index(False)].module}: its inputs are not finite on the "
-            "calibration text; try --dtype "
-            "float32"
+            "calibration text; try --dtype float32"
         )
     return totals
 
@@ -98,52 +97,42 @@ class Quantizing(LayerVisitor):
         for key in dict.fromkeys(matrix.key for matrix in matrices):
             set_tensor(live, key, live.get_parameter(key).detach().clone())
         file = self.writer.kept_file(decoder_layer)
-        if read_metadata(file) is None:
-            self._quantize(
-                decoder_layer, matrices, lambda: replay(range(len(self.calibration.batches)))
-            )
+        if read_metadata(file) is not None:
+            tensors = load_tensors(file)
+            for matrix in matrices:
+                names = scheme.stored(matrix.rows, matrix.columns, self.writer.dtype)
+                stored = {name: tensors[f"{matrix.module}.{name}"] for name in names}
+                matrix.of(live).copy_(scheme.unpack(stored))
             return
-        tensors = load_tensors(file)
-        for matrix in matrices:
-            names = scheme.stored(matrix.rows, matrix.columns, self.writer.dtype)
-            stored = {name: tensors[f"{matrix.module}.{name}"] for name in names}
-            matrix.of(live).copy_(scheme.unpack(stored))
-
-    def _quantize(
-        self, decoder_layer: str, matrices: Sequence[Matrix], run: Callable[[], None]
-    ) -> None:
-        """Quantise a layer: dense matrices first, then experts on inputs from the rounded ones."""
-        live = self.at.model
         self.tensors = dict[str, Tensor]()  # of this layer
-        self.largest = largest_weights(self.writer.scheme, matrices, lambda matrix: matrix.of(live))
+        self.largest = largest_weights(scheme, matrices, lambda matrix: matrix.of(live))
+        batches = range(len(self.calibration.batches))
         dense = [matrix for matrix in matrices if matrix.expert is None]
-        if dense:
-            self._quantize_dense(dense, run)
+        if dense:  # first, so that experts get inputs from the rounded ones
+            self._quantize_dense(dense, partial(replay, batches))
         owners = {matrix.owner for matrix in matrices}
         layers = [layer for layer in self.at.moe_layers if layer.name in owners]
         tokens = self.calibration.tokens
         routed = {layer.name: RoutedTokens(Rows(tokens), Rows(tokens)) for layer in layers}
         with ExitStack() as stack:
             for layer in layers:  # a single layer's output is not read
-                hooks = moe_hooks(
-                    live, layer, on_experts=routed[layer.name].called, computing=len(layers) > 1
-                )
+                called = routed[layer.name].called
+                hooks = moe_hooks(live, layer, on_experts=called, computing=len(layers) > 1)
                 stack.enter_context(hooks)
-            run()
+            replay(batches)
         for layer in layers:
             layer_matrices = [matrix for matrix in matrices if matrix.owner == layer.name]
             self._quantize_experts(layer, routed[layer.name], layer_matrices)
         if ranks().is_first:
-            save_tensors(self.writer.kept_file(decoder_layer), self.tensors, {})
+            save_tensors(file, self.tensors, {})
         ranks().barrier()
         self.tensors.clear()
 
     def _quantize_dense(self, dense: Sequence[Matrix], run: Callable[[], None]) -> None:
         device = self.writer.model.partial.device
-        totals = {
-            matrix.owner: torch.zeros(matrix.columns, matrix.columns, device=device)
-            for matrix in dense
-        }
+        totals = dict[str, Tensor]()
+        for matrix in dense:
+            totals[matrix.owner] = torch.zeros(matrix.columns, matrix.columns, device=device)
 
         def called(name: str, module: Any, args: tuple[Any, ...]) -> None:
             _add_products(totals[name], args[0].detach().flatten(0, -2))
@@ -181,10 +170,9 @@ class Quantizing(LayerVisitor):
                     for chunk in rows[expert].split(CHUNK) if len(rows[expert]) else ():
                         inputs = hidden.index_select(0, chunk)
                         if parts == ("down",):
+                            inputs = inputs.to(experts.down_proj.dtype)
                             parameters = expert_parameters(experts, expert)
-                            inputs = intermediate(
-                                experts, parameters, inputs.to(experts.down_proj.dtype)
-                            )
+                            inputs = intermediate(experts, parameters, inputs)
                         _add_products(total, inputs)
                 total = summed(hessians, same_inputs[-1])
                 self._round(same_inputs, inverse_factor(total))
@@ -200,11 +188,9 @@ class Quantizing(LayerVisitor):
         for matrices in parts:
             weights.append(torch.stack([matrix.of(self.at.model).float() for matrix in matrices]))
         weight = torch.cat(weights, dim=1)
-        shared = (
-            torch.cat([self.largest[matrix.together] for matrix in parts[0]])
-            if self.largest
-            else None
-        )
+        shared = None
+        if self.largest:
+            shared = torch.cat([self.largest[matrix.together] for matrix in parts[0]])
         scales = scheme.scales(weight, dtype, clip=True, largest=shared)
         codes = gptq(scheme, weight, scales, upper)
         begin = 0

@@ -44,13 +44,11 @@ def largest_weights(
     largest = dict[str, Tensor]()
     if scheme.name == "nvfp4":
         with one_thread_each() as pool:
-            weights = pool.map(
-                lambda matrix: scheme.ranges(read(matrix)[None]).amax()[None], matrices
-            )
-            for matrix, weight in zip(matrices, weights, strict=True):
-                largest[matrix.together] = torch.maximum(
-                    largest.get(matrix.together, weight), weight
-                )
+            ranges = pool.map(lambda matrix: scheme.ranges(read(matrix)[None]), matrices)
+            for matrix, values in zip(matrices, ranges, strict=True):
+                weight = values.amax()[None]
+                earlier = largest.get(matrix.together, weight)
+                largest[matrix.together] = torch.maximum(earlier, weight)
     return largest
 
 
@@ -64,24 +62,6 @@ def rounded(
     for rows, groups in zip(chunks, scales.groups.split(chunks[0].shape[1], dim=1), strict=True):
         own = Scales(groups, scales.overall)
         yield scheme.codes(rows.float().contiguous(), own), own
-
-
-def round_to_nearest(
-    scheme: Scheme, weight: Tensor, most: Tensor, dtype: torch.dtype, largest: Tensor | None
-) -> Tensors:
-    """Stored tensors of matrices [B, O, I] with these ranges, by the last part of their names: [B,
-    ...] each."""
-    pieces = dict[str, list[Tensor]]()
-    for codes, scales in rounded(scheme, weight, most, dtype, largest):
-        for name, value in scheme.pack(codes, scales, dtype).items():
-            pieces.setdefault(name, []).append(value)
-    stored = {
-        name: values[0] if name in WHOLE else torch.cat(values, dim=1)
-        for name, values in pieces.items()
-    }
-    if "weight_shape" in stored:
-        stored["weight_shape"] = torch.tensor([weight.shape[1:]] * len(weight))
-    return stored
 
 
 def packed_size(
@@ -135,18 +115,17 @@ class Writer:
         layer_names = self.model.architecture.decoder_layers
         inner = make_job(self.model, plan, through=None if self.matrices.stored else self.partial)
         outputs = []
+        head_layers = []  # of multi-token-prediction heads
+        ignored = []
         for output in inner.outputs:
-            if output.name not in self.matrices.replaced:
-                outputs.append(
-                    replace(output, name=self.matrices.published.get(output.name, output.name))
-                )
-        # of multi-token-prediction heads
-        heads = [output for output in outputs if output.decoder_layer not in ("", *layer_names)]
-        dense = [
-            output.name
-            for output in heads
-            if output.name.endswith(".weight") and len(output.shape) == 2
-        ]
+            if output.name in self.matrices.replaced:
+                continue
+            name = self.matrices.published.get(output.name, output.name)
+            outputs.append(replace(output, name=name))
+            if output.decoder_layer not in ("", *layer_names):
+                head_layers.append(output.decoder_layer)
+                if name.endswith(".weight") and len(output.shape) == 2:
+                    ignored.append(name.removesuffix(".weight"))
         for matrix in self.matrices.every:
             weights = matrix.rows * matrix.columns  # counted with the first of its tensors
             tensors = self.scheme.stored(matrix.rows, matrix.columns, self.dtype)
@@ -158,9 +137,9 @@ class Writer:
                 )
                 weights = 0
         config = json.loads(bytes(inner.files["config.json"]))
-        ignored = [*self.matrices.ignored, *sorted(name.removesuffix(".weight") for name in dense)]
+        ignored = [*self.matrices.ignored, *sorted(ignored)]
         config["quantization_config"] = self.scheme.config(ignored)
-        all_layers = [*layer_names, *dict.fromkeys(output.decoder_layer for output in heads)]
+        all_layers = [*layer_names, *dict.fromkeys(head_layers)]
         return replace(
             inner,
             outputs=tuple(in_order_of(all_layers, outputs)),
@@ -170,73 +149,71 @@ class Writer:
         )
 
     def _produce(self, inner: OutputJob, decoder_layer: str) -> Named:
-        if self.matrices.of(decoder_layer):
-            file = self.kept_file(decoder_layer)
-            is_kept = read_metadata(file) is not None
-            for name, value in (
-                load_tensors(file).items() if is_kept else self._rounded(decoder_layer)
-            ):
+        file = self.kept_file(decoder_layer)
+        layers = self._rounded(decoder_layer)
+        if read_metadata(file) is not None:
+            layers = iter([load_tensors(file)])
+        for tensors in layers:
+            for name, value in tensors.items():
                 yield name, iter([tensor_bytes_view(value)])
         for name, pieces in inner.produce(decoder_layer):
             if name not in self.matrices.replaced:
                 yield self.matrices.published.get(name, name), pieces
 
-    def _rounded(self, decoder_layer: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the stored tensors of a layer's matrices rounded to nearest, each after its
-        name."""
-        if not self.matrices.stored:
-            self.partial.load(self.partial.keys_under(decoder_layer))
+    def _rounded(self, decoder_layer: str) -> Iterator[Tensors]:
+        """Yield the stored tensors of a layer's matrices rounded to nearest, by name: on an
+        accelerator of several of one shape together, on a CPU of each alone."""
         matrices = self.matrices.of(decoder_layer)
+        if matrices and not self.matrices.stored:
+            self.partial.load(self.partial.keys_under(decoder_layer))
         largest = largest_weights(self.scheme, matrices, self._read)
-        with one_thread_each() as pool:
-            for batch in pool.map(bind(self._packed, largest), self._batches(matrices)):
-                yield from batch.items()
-
-    def _batches(self, matrices: Sequence[Matrix]) -> list[list[Matrix]]:
-        """Return matrices that are rounded together: on an accelerator several of one shape, each
-        alone on a CPU."""
         most = 0 if self.model.partial.device.type == "cpu" else ON_DEVICE
         batches = list[list[Matrix]]()
         for matrix in matrices:
-            size = matrix.rows * matrix.columns
             last = batches[-1] if batches else []
-            fits = (len(last) + 1) * size <= most
+            fits = (len(last) + 1) * matrix.rows * matrix.columns <= most
             if fits and last and (last[0].rows, last[0].columns) == (matrix.rows, matrix.columns):
                 last.append(matrix)
             else:
                 batches.append([matrix])
-        return batches
+        with one_thread_each() as pool:
+            yield from pool.map(bind(self._packed, largest), batches)
 
     def _packed(self, largest: Tensors, batch: Sequence[Matrix]) -> Tensors:
         """Round matrices of one shape to nearest, by stored names; raises `CompressionError` for
         one that holds NaN."""
+        scheme = self.scheme
         device = self.model.partial.device
         weights = [self._read(matrix).to(device, non_blocking=True) for matrix in batch]
         weight = torch.stack(weights) if len(weights) > 1 else weights[0][None]
-        most = self.scheme.ranges(weight)
+        most = scheme.ranges(weight)
         for number in most.isnan().flatten(1).any(1).nonzero().flatten().tolist():
             name = self._stored_name(batch[number])
             refuse_nan(name, self.model.checkpoint.tensors[name].file, most[number])
-        shared = (
-            torch.cat([largest[matrix.together] for matrix in batch]).to(device)
-            if largest
-            else None
-        )
-        stored = round_to_nearest(self.scheme, weight, most, self.dtype, shared)
-        on_cpu = {name: value.cpu() for name, value in stored.items()}
+        shared = None
+        if largest:
+            shared = torch.cat([largest[matrix.together] for matrix in batch]).to(device)
+        pieces = dict[str, list[Tensor]]()
+        for codes, scales in rounded(scheme, weight, most, self.dtype, shared):
+            for name, value in scheme.pack(codes, scales, self.dtype).items():
+                pieces.setdefault(name, []).append(value)
+        stored = dict[str, Tensor]()
+        for name, values in pieces.items():
+            value = values[0] if name in WHOLE else torch.cat(values, dim=1)
+            if name == "weight_shape":  # those of the pieces have fewer rows
+                value = torch.tensor([weight.shape[1:]] * len(weight))
+            stored[name] = value.cpu()
         packed = dict[str, Tensor]()
         for number, matrix in enumerate(batch):
-            packed |= {f"{matrix.module}.{name}": value[number] for name, value in on_cpu.items()}
+            packed |= {f"{matrix.module}.{name}": value[number] for name, value in stored.items()}
         return packed
 
     def _stored_name(self, matrix: Matrix) -> str:
         """Return the stored tensor that is a matrix, or that it is a part of."""
         name = f"{matrix.module}.weight"
-        return (
-            name
-            if self.partial.plain_keys.targets.get(name) == matrix.key
-            else self.matrices.names[matrix.key]
-        )
+        if self.partial.plain_keys.targets.get(name) == matrix.key:
+            return name
+        return self.matrices.names[matrix.key]
 
     def _read(self, matrix: Matrix) -> Tensor:
         """Return a matrix of the stage before: of its stored tensor, or of the loaded layer."""
@@ -250,7 +227,8 @@ class Writer:
         return matrix_of(experts, matrix.key.rpartition(".")[2], value[matrix.expert], matrix.part)
 
     def _verify(self, inner: OutputJob, folder: Path) -> None:
-        """Compare of each kind of layer in a written folder how it is loaded with what is stored.
+        """Compare of each kind of layer in a written folder how it is loaded with what is stored,
+        by the first rows of each matrix.
 
         Raises `CompressionError` for a matrix that differs.
         """
@@ -260,29 +238,26 @@ class Writer:
         kinds = set()
         for decoder_layer in self.model.architecture.decoder_layers:
             matrices = self.matrices.of(decoder_layer)
-            shapes = (
-                (matrix.key.removeprefix(decoder_layer), matrix.rows, matrix.columns)
-                for matrix in matrices
-            )
+            shapes = []
+            for matrix in matrices:
+                key = matrix.key.removeprefix(decoder_layer)
+                shapes.append((key, matrix.rows, matrix.columns))
             kind = frozenset(shapes)
-            if kind and kind not in kinds:
-                kinds.add(kind)
-                written.partial.load({matrix.key for matrix in matrices})
-                for matrix in matrices:
-                    self._verify_loaded(matrix, matrix.of(written.partial.model), written)
-                written.partial.release(decoder_layer)
-
-    def _verify_loaded(self, matrix: Matrix, value: Tensor, written: OpenModel) -> None:
-        """Compare the first rows of a matrix as it was loaded with what is stored under its
-        name."""
-        first = {}
-        for name in self.scheme.stored(matrix.rows, matrix.columns, self.dtype):
-            stored = written.checkpoint.read(f"{matrix.module}.{name}")
-            first[name] = stored if name in WHOLE else stored[:ROWS]
-        if "weight_shape" in first:
-            first["weight_shape"] = torch.tensor([min(ROWS, matrix.rows), matrix.columns])
-        if not torch.equal(value[:ROWS], self.scheme.unpack(first).to(value.dtype)):
-            raise CompressionError(
-                f"{matrix.module} is not loaded as it was quantised to {self.scheme.name}; please "
-                "report this"
-            )
+            if not kind or kind in kinds:
+                continue
+            kinds.add(kind)
+            written.partial.load({matrix.key for matrix in matrices})
+            for matrix in matrices:
+                first = {}
+                for name in self.scheme.stored(matrix.rows, matrix.columns, self.dtype):
+                    stored = written.checkpoint.read(f"{matrix.module}.{name}")
+                    first[name] = stored if name in WHOLE else stored[:ROWS]
+                if "weight_shape" in first:
+                    first["weight_shape"] = torch.tensor([min(ROWS, matrix.rows), matrix.columns])
+                loaded = matrix.of(written.partial.model)[:ROWS]
+                if not torch.equal(loaded, self.scheme.unpack(first).to(loaded.dtype)):
+                    raise CompressionError(
+                        f"{matrix.module} is not loaded as it was quantised to "
+                        f"{self.scheme.name}; please report this"
+                    )
+            written.partial.release(decoder_layer)

@@ -12,7 +12,7 @@ from compressor.data.sources import TextPart
 from compressor.distributed import ranks, refuse_several
 from compressor.divergence.evaluator import Evaluator, accepts, require_enough
 from compressor.document.blocks import Block, Table, Text
-from compressor.entry_points import ROUTER_SHIFTS, load
+from compressor.entry_points import ROUTER_SHIFTS, load_only
 from compressor.errors import CompressionError
 from compressor.formatting import short
 from compressor.model.opened import OpenModel
@@ -33,7 +33,6 @@ from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
 logger = logging.getLogger(__name__)
 
-SHIFT = "c3po"  # the plugin that measures how a bias should move logits
 PLACED = 16  # batches by which the place of a bias is found, and from which its items are taken
 ROUNDS = ("round", "ridge", "step", "gain", "± standard error")
 FIGURES = ("ridge", "step", "gain", "standard_error")
@@ -104,9 +103,9 @@ class RoutersStep(Step[Routers]):
         method = self.options.method
         shift = None
         if method != "router":
-            shift = load(ROUTER_SHIFTS, SHIFT)(
-                model, self.options.reference, self.options.optimizer
-            )
+            # which measures how a bias should move logits
+            router_shift = load_only(ROUTER_SHIFTS)
+            shift = router_shift(model, self.options.reference, self.options.optimizer)
         batches, answers, evaluator = state.teacher_outputs()
         require_enough(evaluator.sequences, "routers")
         text = list(zip(batches, answers, strict=True))

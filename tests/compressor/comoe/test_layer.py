@@ -1,7 +1,6 @@
 import json
 import math
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,26 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from compressor.comoe import ComoeConfig, LoraExperts, comoe_layers, inject, load_adapters, save_adapters
-from compressor.comoe.layer import model_contrast, watching
+from compressor.comoe.layer import (
+    LoraExperts,
+    comoe_layers,
+    inject,
+    load_adapters,
+    model_contrast,
+    save_adapters,
+    watching,
+)
+from compressor.comoe.options import ComoeConfig, TuningOptions
 from compressor.errors import CompressionError
 from tests.support import zoo
 from tests.support.command_line import names
 from tests.support.small import edit_json
+from tests.support.tuning_setups import changed
 
 
 def layer(experts: int = 5, top_k: int = 2, seed: int = 0) -> LoraExperts:
     generator = torch.Generator().manual_seed(seed)
-    made = LoraExperts(nn.Linear(7, 6), ComoeConfig(3, experts, top_k, dropout=0.0), generator)
+    made = LoraExperts(nn.Linear(7, 6), ComoeConfig(rank=3, experts=experts, top_k=top_k, dropout=0.0), generator)
     made.up.data.normal_(generator=generator)
     return made
 
@@ -68,7 +76,7 @@ def test_an_injected_model_is_its_base_exactly(name: str, dtype: torch.dtype) ->
     batch = zoo.tokens(model, 2, 9, seed=3)
     with torch.no_grad():
         before = model(batch).logits
-        inject(model, r=4, experts=3)
+        inject(model, ComoeConfig(rank=4, experts=3))
         after, training = model(batch).logits, model.train()(batch).logits
     assert torch.equal(before, after) and torch.equal(before, training)
     layers = comoe_layers(model)
@@ -78,7 +86,7 @@ def test_an_injected_model_is_its_base_exactly(name: str, dtype: torch.dtype) ->
 
 
 def test_only_experts_and_routers_are_trained() -> None:
-    model = inject(zoo.build("mixtral"), r=4)
+    model = inject(zoo.build("mixtral"), ComoeConfig(rank=4))
     trained = {name.rpartition(".")[2] for name, value in model.named_parameters() if value.requires_grad}
     assert trained == {"router", "down", "up"}
     loss = model(zoo.tokens(model, 1, 6, seed=0)).logits.square().mean()
@@ -87,10 +95,11 @@ def test_only_experts_and_routers_are_trained() -> None:
     assert not any(value.grad is not None for value in model.parameters() if not value.requires_grad)
 
 
-def seen_contrast(made: LoraExperts, hidden: Tensor, mask: Tensor | None, count: int, seed: int) -> Tensor:
+def seen_contrast(made: LoraExperts, hidden: Tensor, mask: Tensor, count: int, seed: int, **more: Any) -> Tensor:
+    options = TuningOptions(contrastive_tokens=count, **more)
     with watching({"": made}):
         made(hidden)
-        return model_contrast([made], mask, 0.07, count, torch.Generator().manual_seed(seed))
+        return model_contrast([made], mask, options, torch.Generator().manual_seed(seed))
 
 
 def test_the_models_loss_is_algorithm_1_over_tokens_that_count() -> None:
@@ -115,9 +124,7 @@ def test_the_models_loss_is_algorithm_1_over_tokens_that_count() -> None:
 
 def test_all_anchors_add_up_as_in_equation_12() -> None:
     made, hidden = layer(6, 3), tokens(4)
-    with watching({"": made}):
-        made(hidden)
-        found = model_contrast([made], None, 0.07, 0, torch.Generator(), "all")
+    found = seen_contrast(made, hidden, torch.ones(4), 0, seed=0, anchors="all")
     total = 0.0
     for token in hidden:
         outputs = np.stack([(made.up[expert] @ made.down[expert] @ token).detach().numpy() for expert in range(6)])
@@ -136,7 +143,7 @@ def test_all_anchors_add_up_as_in_equation_12() -> None:
 def test_one_expert_is_lora_and_dora_of_peft(dora: bool, training: bool) -> None:
     stock = zoo.build("qwen2_moe")  # whose q, k and v have biases
     batch = zoo.tokens(stock, 2, 7, seed=3)
-    ours = inject(deepcopy(stock), r=4, experts=1, top_k=1, alpha=6, dropout=0.0, dora=dora)
+    ours = inject(deepcopy(stock), ComoeConfig(rank=4, experts=1, top_k=1, alpha=6, dropout=0.0, dora=dora))
     config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], use_dora=dora)
     theirs = peft.get_peft_model(stock, config)
     generator = torch.Generator().manual_seed(2)
@@ -160,7 +167,7 @@ def test_one_expert_is_lora_and_dora_of_peft(dora: bool, training: bool) -> None
 
 def test_the_contrast_of_dora_experts_is_between_what_they_add() -> None:
     made = layer()
-    made = LoraExperts(made.base, replace(made.config, dora=True), torch.Generator().manual_seed(0))
+    made = LoraExperts(made.base, changed(made.config, dora=True), torch.Generator().manual_seed(0))
     made.up.data.normal_(generator=torch.Generator().manual_seed(1))
     made.magnitude.data.add_(0.5)
     hidden = tokens(3)
@@ -193,7 +200,7 @@ def test_ranges_of_layers(layers: str | None, count: int, numbers: list[int]) ->
 
 
 def test_only_the_named_decoder_layers_get_experts(tmp_path: Path) -> None:
-    model = inject(zoo.build("mixtral"), r=4, layers="1", dora=True)
+    model = inject(zoo.build("mixtral"), ComoeConfig(rank=4, layers="1", dora=True))
     assert {name.split(".")[2] for name in comoe_layers(model)} == {"1"}
     save_adapters(model, tmp_path / "out")
     assert comoe_layers(load_adapters(zoo.build("mixtral"), tmp_path / "out")).keys() == comoe_layers(model).keys()
@@ -201,7 +208,7 @@ def test_only_the_named_decoder_layers_get_experts(tmp_path: Path) -> None:
 
 def test_sampled_tokens_hang_on_the_seed_alone() -> None:
     made, hidden = layer(), tokens(64)
-    one, same, other = (float(seen_contrast(made, hidden, None, 5, seed)) for seed in (1, 1, 2))
+    one, same, other = (float(seen_contrast(made, hidden, torch.ones(64), 5, seed)) for seed in (1, 1, 2))
     assert one == same != other
     assert made.watched is None
 
@@ -217,22 +224,22 @@ def test_sampled_tokens_hang_on_the_seed_alone() -> None:
 def test_refusals(settings: dict[str, object], message: str) -> None:
     model = zoo.build("mixtral")
     with pytest.raises(CompressionError, match=message):
-        inject(model, **settings)  # type: ignore[arg-type]
+        inject(model, ComoeConfig(**settings))  # type: ignore[arg-type]
     assert not comoe_layers(model) and all(value.requires_grad for value in model.parameters())
 
 
 def test_models_with_no_place_for_experts_or_none_to_save_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CompressionError, match="it has none"):
-        inject(nn.Sequential(nn.ReLU()))
+        inject(nn.Sequential(nn.ReLU()), ComoeConfig())
     with pytest.raises(CompressionError, match="already"):
-        inject(inject(zoo.build("mixtral")))
+        inject(inject(zoo.build("mixtral"), ComoeConfig()), ComoeConfig())
     with pytest.raises(CompressionError, match="no LoRA experts"):
         save_adapters(zoo.build("mixtral"), tmp_path / "adapters")
     assert names(tmp_path) == []
 
 
 def trained(seed: int = 0) -> Any:
-    model = inject(zoo.build("mixtral"), r=4, experts=3)
+    model = inject(zoo.build("mixtral"), ComoeConfig(rank=4, experts=3))
     generator = torch.Generator().manual_seed(seed)
     for layer in comoe_layers(model).values():
         layer.up.data.normal_(0, 0.1, generator=generator)

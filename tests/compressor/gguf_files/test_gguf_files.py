@@ -11,7 +11,7 @@ from gguf.quants import quantize
 
 from compressor.errors import CompressionError
 from compressor.gguf_files.blocks import find_blocks, inspect_gguf
-from compressor.gguf_files.choosing import count_scores, energy_scores, read_imatrix
+from compressor.gguf_files.choosing import COUNTS, ENERGY, imatrix_scores
 from compressor.gguf_files.header import open_gguf, read_header
 from tests.support import gguf_models
 
@@ -124,10 +124,10 @@ def test_the_energy_is_that_of_the_outputs_where_columns_are_orthogonal(tmp_path
     wanted = [float(((rows @ weight.T) ** 2).sum()) for rows, weight in zip(entered, down, strict=True)]
     model = open_gguf(model_of(tmp_path / "m.gguf", down, Kind.F32))
     layer = find_blocks(model).layers[0]
-    new = read_imatrix(gguf_models.imatrix(tmp_path / "i.gguf", {NAME: (squares, counts)}))
-    torch.testing.assert_close(energy_scores(model, layer, new), torch.tensor(wanted, dtype=torch.float64), rtol=1e-5,
-                               atol=0)  # fmt: skip
-    assert count_scores(model, layer, new).tolist() == counts.tolist()
+    new = read_header(gguf_models.imatrix(tmp_path / "i.gguf", {NAME: (squares, counts)}))
+    energy = imatrix_scores(model, layer, new, ENERGY)
+    torch.testing.assert_close(energy, torch.tensor(wanted, dtype=torch.float64), rtol=1e-5, atol=0)
+    assert imatrix_scores(model, layer, new, COUNTS).tolist() == counts.tolist()
 
 
 def test_quantised_weights_count_as_they_are_dequantised(tmp_path: Path) -> None:
@@ -139,9 +139,10 @@ def test_quantised_weights_count_as_they_are_dequantised(tmp_path: Path) -> None
     scale = blocks[..., :2].copy().view(np.float16).astype(np.float64)
     weight = scale * blocks[..., 2:].copy().view(np.int8)
     squares = rng.random((EXPERTS, WIDE))
-    imatrix = read_imatrix(gguf_models.imatrix(tmp_path / "i.gguf", {NAME: (squares, np.ones(EXPERTS))}))
+    imatrix = read_header(gguf_models.imatrix(tmp_path / "i.gguf", {NAME: (squares, np.ones(EXPERTS))}))
     wanted = torch.from_numpy(np.einsum("en,ehn->e", squares.astype(np.float32), weight**2))
-    torch.testing.assert_close(energy_scores(model, find_blocks(model).layers[0], imatrix), wanted, rtol=1e-6, atol=0)
+    energy = imatrix_scores(model, find_blocks(model).layers[0], imatrix, ENERGY)
+    torch.testing.assert_close(energy, wanted, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -1.0])
@@ -149,6 +150,6 @@ def test_numbers_that_are_no_sums_are_refused(value: float, tmp_path: Path) -> N
     model = open_gguf(model_of(tmp_path / "m.gguf", np.ones((EXPERTS, HIDDEN, WIDE), np.float32), Kind.F16))
     squares = np.ones((EXPERTS, WIDE))
     squares[2, 3] = value
-    imatrix = read_imatrix(gguf_models.imatrix(tmp_path / "i.gguf", {NAME: (squares, np.ones(EXPERTS))}))
+    imatrix = read_header(gguf_models.imatrix(tmp_path / "i.gguf", {NAME: (squares, np.ones(EXPERTS))}))
     with pytest.raises(CompressionError, match="no sums of squares"):
-        energy_scores(model, find_blocks(model).layers[0], imatrix)
+        imatrix_scores(model, find_blocks(model).layers[0], imatrix, ENERGY)
