@@ -1,11 +1,12 @@
 """`gate`: the command whose exit status lets a build fail when accuracy drops, and only then."""
 
+import logging
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -25,7 +26,7 @@ from compressor.distributed import ranks, refuse_several
 from compressor.document.terminal import show
 from compressor.errors import CompressionError
 from compressor.extras import TASKS, require
-from compressor.files import check_folder, refuse_absent
+from compressor.files import LONE_HALVES, check_folder, refuse_absent
 from compressor.formatting import joined, one_line
 from compressor.options import validated
 from compressor.progress import Progress
@@ -35,6 +36,8 @@ from compressor.records import plain_json
 
 if TYPE_CHECKING:
     from compressor.quality_gate.run import PowerAnalysis
+
+logger = logging.getLogger(__name__)
 
 SHOWN = (  # by `gate --help`, others by `--help-all`
     "tasks",
@@ -294,12 +297,18 @@ def print_power(power: "PowerAnalysis") -> None:
 def summarise(result: GateResult, as_json: bool) -> None:
     """Append the report to the summary page of a GitHub job, if this is one, and its verdict to the
     job's messages."""
-    from compressor.quality_gate.report import append_summary, notice
+    from compressor.quality_gate.report import advice, gate_page, verdict_line
 
-    message = notice(result)
-    if message is not None:
-        level, text = message
+    if result.verdict != "pass":
+        level: Literal["error", "warning"] = "error" if result.verdict == "fail" else "warning"
+        text = "\n".join([verdict_line(result), *advice(result)])
         annotate(level, f"Accuracy gate of {result.compressed}", text, as_json)
-    page = os.environ.get("GITHUB_STEP_SUMMARY")
-    if page and ranks().is_first:
-        append_summary(result, Path(page))
+    path = os.environ.get("GITHUB_STEP_SUMMARY")
+    if path and ranks().is_first:
+        try:
+            with open(path, "a", encoding="utf-8", errors=LONE_HALVES) as stream:
+                stream.write(f"\n{gate_page(result)}\n")
+        except OSError as error:  # no failed gate
+            logger.warning(
+                "the gate's summary could not be appended to %s: %s", path, error.strerror
+            )

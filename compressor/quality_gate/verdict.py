@@ -5,7 +5,7 @@ n items of a task; both models answer each of them, so every test is paired.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from compressor.document.blocks import Table, Tone, Toned
 from compressor.errors import CompressionError
@@ -63,6 +63,19 @@ class TaskGate:
     equivalent: bool = False  # both bounds are nearer to 0 than the drop allowed
     # shares of answers that reached the token limit: base, compressed
     cut: tuple[float, float] | None = None
+
+
+class Judgement(NamedTuple):
+    """The tests of tasks, and of the pool of all items that are answered right or wrong, if there
+    are any."""
+
+    tasks: tuple[TaskGate, ...]
+    pooled: TaskGate | None
+
+    @property
+    def rows(self) -> tuple[TaskGate, ...]:
+        """The tasks, and below them the pool."""
+        return self.tasks if self.pooled is None else (*self.tasks, self.pooled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +150,7 @@ class GateResult:
     @property
     def rows(self) -> tuple[TaskGate, ...]:
         """The tasks, and below them the pool."""
-        return self.tasks if self.pooled is None else (*self.tasks, self.pooled)
+        return Judgement(self.tasks, self.pooled).rows
 
 
 def gate_content(result: GateResult) -> dict[str, Any]:
