@@ -104,14 +104,11 @@ class ReferenceSet:
     def check(self, model: OpenModel, tokenizer: Any) -> None:
         """Refuse another model than this set's, or another tokenizer."""
         label = model.source.label
-        if (self.facts.fingerprint, self.facts.tokenizer) != (
-            model.fingerprint,
-            tokenizer_digest(tokenizer),
-        ):
+        digest = tokenizer_digest(tokenizer)
+        if self.facts.fingerprint != model.fingerprint or self.facts.tokenizer != digest:
             raise CompressionError(
                 f"the reference set is of another model ({self.facts.model}) or tokenizer than "
-                f"{label}; make one with "
-                f"`moe-compress reference {label}`"
+                f"{label}; make one with `moe-compress reference {label}`"
             )
 
 
@@ -146,9 +143,8 @@ def read_reference(folder: Path, embedding: str = OWN) -> ReferenceSet:
     if facts.embedding != embedding:
         raise CompressionError(
             f"the prompts of the reference set are embedded by {facts.embedding!r}, not "
-            f"{embedding!r}; pass "
-            f"{facts.embedding} as the embedding if you trust that model, or make the reference "
-            "set again"
+            f"{embedding!r}; pass {facts.embedding} as the embedding if you trust that model, or "
+            "make the reference set again"
         )
     items = tuple(read_items(folder / NAMES[2], strict=True))
     tensors = load_file(folder / NAMES[1])
@@ -176,12 +172,8 @@ def embedder(name: str, model: PathwayModel, trust_remote_code: bool = False) ->
         @torch.no_grad()
         def mean(item: Item, row: TokenRow) -> Tensor:
             weight: Tensor = model.model.get_input_embeddings().weight
-            return (
-                weight[torch.tensor(row.tokens[: row.start], device=weight.device)]
-                .float()
-                .mean(0)
-                .cpu()
-            )
+            prompt = torch.tensor(row.tokens[: row.start], device=weight.device)
+            return weight[prompt].float().mean(0).cpu()
 
         return mean
     try:
@@ -191,14 +183,16 @@ def embedder(name: str, model: PathwayModel, trust_remote_code: bool = False) ->
     except Exception as error:  # its loaders raise what they like
         raise CompressionError(
             f"--embedding {name} cannot be loaded ({reason_of(error)}); install "
-            "sentence-transformers with "
-            "`pip install sentence-transformers` and name one of its models, or leave --embedding "
-            "out; if it brings "
-            "code that you trust, add --trust-remote-code"
+            "sentence-transformers with `pip install sentence-transformers` and name one of its "
+            "models, or leave --embedding out; if it brings code that you trust, add "
+            "--trust-remote-code"
         ) from error
-    return lambda item, row: (
-        torch.as_tensor(sentences.encode(item.prompt), dtype=torch.float32).flatten().cpu()
-    )
+
+    def embed(item: Item, row: TokenRow) -> Tensor:
+        vector = torch.as_tensor(sentences.encode(item.prompt), dtype=torch.float32)
+        return vector.flatten().cpu()
+
+    return embed
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,8 +262,7 @@ def build_reference(
     if not right_items:
         raise CompressionError(
             f"{opened.source.label} answers none of {len(questions)} items right, so there is "
-            "nothing to learn from; "
-            "give it easier items, or more of them"
+            "nothing to learn from; give it easier items, or more of them"
         )
     facts = ReferenceFacts(
         model=opened.source.label,
@@ -281,12 +274,9 @@ def build_reference(
         embedding=embedding,
         asked=len(questions),
     )
-    reference = ReferenceSet(
-        facts, tuple(right_items), torch.stack(embeddings), torch.stack(pathways)
-    )
-    return reference, tuple(
-        TaskAccuracy(task, len(right), sum(right)) for task, right in results.items()
-    )
+    tensors = torch.stack(embeddings), torch.stack(pathways)
+    asked = tuple(TaskAccuracy(task, len(right), sum(right)) for task, right in results.items())
+    return ReferenceSet(facts, tuple(right_items), *tensors), asked
 
 
 def reference(
@@ -335,20 +325,15 @@ def reference(
 def reference_blocks(facts: ReferenceFacts, asked: Sequence[TaskAccuracy]) -> tuple[Block, ...]:
     """Return a table of the items of each task and of those answered right, and how they are
     kept."""
-    rows = tuple(
-        (task.task or "-", f"{task.items:,}", f"{task.right:,}", share(task.right, task.items))
-        for task in asked
+    rows = []
+    for task in asked:
+        right = share(task.right, task.items)
+        rows.append((task.task or "-", f"{task.items:,}", f"{task.right:,}", right))
+    how = facts.embedding
+    if how == OWN:
+        how = "the mean of the model's own token embeddings"
+    sentence = (
+        f"Each is kept with its pathway through {counted(len(facts.layers), 'MoE layer')} of "
+        f"{facts.experts} experts, and embedded by {how}."
     )
-    how = (
-        "the mean of the model's own token embeddings"
-        if facts.embedding == OWN
-        else facts.embedding
-    )
-    return (
-        Table(f"Items that {facts.model} answers right", COLUMNS, rows),
-        Text(
-            f"Each is kept with its pathway through {counted(len(facts.layers), 'MoE layer')} of "
-            f"{facts.experts} "
-            f"experts, and embedded by {how}."
-        ),
-    )
+    return Table(f"Items that {facts.model} answers right", COLUMNS, rows), Text(sentence)

@@ -17,7 +17,7 @@ from compressor.files import check_parent, write_whole
 from compressor.formatting import joined
 from compressor.options import validated
 from compressor.quality_gate.options import GateOptions
-from compressor.records import number, plain_json, read_as, read_json, value_as
+from compressor.records import number, plain_json, read_as, read_json
 
 FORMAT = "moe-compressor-baseline/1"
 SUFFIXES = (".json", ".json.gz")
@@ -46,20 +46,14 @@ class Baseline:
         content = read_json(path, remedy, remedy)
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise CompressionError(f"{path} is no baseline in the format {FORMAT}; {remedy}")
-        where = f"{path}: tasks"
-        tasks = []
-        for task in value_as(content.get("tasks"), tuple[Mapping[str, Any], ...], where):
-            columns = value_as(task.get("items"), Mapping[str, tuple[Any, ...]], f"{where}: items")
-            if len({*map(len, columns.values())}) != 1:
-                raise CompressionError(
-                    f"{where}: the columns of items should be equally long; {remedy}"
-                )
+        for task in content.get("tasks", ()):
+            columns = task["items"]
             rows = zip(*columns.values(), strict=True)
-            tasks.append({**task, "items": [dict(zip(columns, row, strict=True)) for row in rows]})
-        baseline = read_as(cls, {**content, "tasks": tasks}, f"{path}: ", closed=True)
+            task["items"] = [dict(zip(columns, row, strict=True)) for row in rows]
+        baseline = read_as(cls, content, f"{path}: ", closed=True)
         asked_by(AskedOptions, baseline.settings, str(path))
         names = [scores.task for scores in baseline.tasks]
-        if {*names} != baseline.asked.keys() or len(names) != len(baseline.asked):
+        if sorted(names) != sorted(baseline.asked):
             raise CompressionError(
                 f"{path} should say once how each of its tasks was asked; {remedy}"
             )

@@ -142,7 +142,7 @@ def compare_answers(
     confidence: float,
 ) -> Written:
     """Compare both models' answers to all requests, given the tokenizers of both."""
-    endings: list[list[Ending]] = []
+    endings = list[list[Ending]]()
     for tokenizer, answers in zip(tokenizers, (base, smaller), strict=True):
         markers = Markers.of(tokenizer)
         endings.append([])
@@ -160,7 +160,7 @@ def compare_answers(
         len(prompts.prompts),
         prompts.options.seeds,
         {**asked, **date_facts(templates_of(tokenizers[0]))},
-        rates(domains, *endings, confidence),
+        rates(domains, endings[0], endings[1], confidence),
         tuple(pairs),
     )
 
@@ -268,8 +268,12 @@ def evaluate_behaviour(
                 logger.warning("%s, so little can be said of ends; %s", message, hint)
             smaller_answers = answer_all(smaller, requests, generation, cache, progress)
             written = compare_answers(
-                prompts, generation, [tokenizer for tokenizer, _ in opened],
-                base_answers, smaller_answers, confidence
+                prompts,
+                generation,
+                [tokenizer for tokenizer, _ in opened],
+                base_answers,
+                smaller_answers,
+                confidence,
             )
             conditions = written_conditions(written, limits, confidence)
         if stock is not None and (forced or reads_written):
@@ -293,9 +297,7 @@ def evaluate_behaviour(
             model, compressed, texts, answers, stop_tokens, confidence, progress
         )
     conditions += divergence_conditions(text, given, options.divergence_limits, confidence)
-    return Behaviour(
-        base.label, smaller.label, confidence, written, text, given, each, conditions
-    )
+    return Behaviour(base.label, smaller.label, confidence, written, text, given, each, conditions)
 
 
 def stock_pair(

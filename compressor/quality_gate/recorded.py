@@ -25,7 +25,7 @@ from compressor.files import json_object
 from compressor.formatting import human_bytes, joined
 from compressor.quality_gate.options import GateOptions
 from compressor.quality_gate.statistics import POOLED, conclude, judge
-from compressor.quality_gate.verdict import GateCondition, GateResult, TaskGate
+from compressor.quality_gate.verdict import GateCondition, GateResult
 from compressor.records import read_as, value_as
 from compressor.run_record import versions
 
@@ -39,8 +39,7 @@ ZSTANDARD = 93  # zipfile's number of it, which Python reads from 3.14 on
 PATTERNS = ("samples_*.jsonl", "*.eval", "*eval_results.json", "*.csv", "*.json")
 KNOWN = (
     "name lm-eval's samples_*.jsonl (of --log_samples), EvalPlus's *eval_results.json, inspect's "
-    ".eval or JSON log, or "
-    "CSV with the columns item and score"
+    ".eval or JSON log, or CSV with the columns item and score"
 )
 LIKELIHOODS = {
     "perplexity",
@@ -103,7 +102,7 @@ class InspectSample:
     output: Json | None = None
 
     def item(self, score: float) -> AnsweredItem:
-        """Return the item, with hashes of its content and of the messages before the first answer."""
+        """Return the item, with hashes of its content and of the messages before an answer."""
         question = self.input
         if isinstance(question, list):  # without the random names of messages
             question = [message.get("content") for message in question if isinstance(message, dict)]
@@ -141,38 +140,59 @@ def gate_results(
                 f"{name} is {value} in {base} and {other} in {compressed}; evaluate both models "
                 "alike"
             )
-    pairs: tuple[list[ItemScores], list[ItemScores]] = ([], [])
-    worst: tuple[list[ItemScores], list[ItemScores]] = ([], [])
-    for key in {**before.tasks, **after.tasks}:
-        task, name, kind = key
-        answers = before.tasks.get(key, {}), after.tasks.get(key, {})
-        version = str(before.settings.get(f"version of {task}") or "")
-        scores = ItemScores(task, name, version, kind, ())
-        ids = answers[0].keys() & answers[1].keys()
-        first, second = (replace(scores, items=_means(side, ids)) for side in answers)
-        refuse_others(first, second, f"{task}, {base} and {compressed}")
-        if ids:
-            pairs[0].append(first)
-            pairs[1].append(second)
-        for side, items in zip(worst, worst_case(*answers), strict=True):
-            side.append(replace(scores, items=items))
+    pairs, worst, lacking = _pair(before, after)
     paired = sum(len(scores.items) for scores in pairs[0])
-    lacking = _find_unanswered(before, after, paired)
+    parts = []
+    lone = 0
+    for model in (before, after):
+        total = sum(map(len, model.tasks.values()))
+        lone += total - paired
+        named = joined([f"{task} ({metric})" for task, metric, _ in model.tasks])
+        parts.append(f"{total - paired:,} of {total:,} items of {model.path}, {named},")
+    message = f"{joined(parts)} have no partner in the other results"
+    if lone > MOST_UNPAIRED * (lone + paired):
+        raise CompressionError(
+            f"{message}, more than {MOST_UNPAIRED:.0%} of all; evaluate both models on the same "
+            "items, or name the tasks to compare as --tasks"
+        )
+    if lone:
+        logger.warning("%s; the %s that have one are compared", message, f"{paired:,}")
     margins = options.max_drop, options.task_drop, options.confidence
     judgement = judge(*pairs, *margins)
     conditions = []
     if any(lacking):
+        named = []
+        for model, names in zip(("base", "compressed model"), lacking, strict=True):
+            if names:
+                named.append(f"of the {model} {_listed(names)}")
+        advice = f"these items lack an answer: {joined(named)}; have them answered"
         compared = [(row.task, row.metric, row.items, row.drop) for row in judgement.rows]
         for row in judge(*worst, *margins).rows:
             if row.decides and (row.task, row.metric, row.items, row.drop) not in compared:
-                conditions.append(_worst_condition(row, lacking))
+                where = "over all items" if row.task == POOLED else f"on {row.task}"
+                is_score = row.kind == "score"  # nothing is the worst of a likelihood
+                condition = GateCondition(
+                    name=f"drop {where} with missing answers at their worst",
+                    option="--max-drop",
+                    limit=row.max_drop,
+                    observed=row.drop,
+                    lower=row.lower,
+                    upper=row.upper if is_score else math.inf,
+                    items=row.items,
+                    unit="items",
+                    verdict="pass" if row.verdict == "pass" and is_score else "inconclusive",
+                    base=row.base,
+                    compressed=row.compressed,
+                    advice=advice,
+                )
+                conditions.append(condition)
     notes = []
     unheld = sorted(before.unheld | after.unheld)
     if unheld:
         notes.append(f"Not compared, since the files do not hold it: {joined(unheld)}.")
     neither = sorted(before.unanswered & after.unanswered)
     if neither:
-        notes.append(f"Left out, since neither model has an answer: {_named(neither)}.")
+        notes.append(f"Left out, since neither model has an answer: {_listed(neither)}.")
     unanswered = dict(zip(("base", "compressed"), lacking, strict=True))
     return conclude(
         judgement,
@@ -187,7 +207,7 @@ def gate_results(
     )
 
 
-def _named(items: Sequence[str]) -> str:
+def _listed(items: Sequence[str]) -> str:
     """Return the first names of items, and how many more there are."""
     more = f" and {len(items) - NAMED:,} more" if len(items) > NAMED else ""
     return f"{', '.join(items[:NAMED])}{more}"
@@ -204,50 +224,44 @@ def _means(answers: Answers, ids: Iterable[str]) -> tuple[AnsweredItem, ...]:
     return tuple(items)
 
 
-def worst_case(base: Answers, compressed: Answers) -> list[tuple[AnsweredItem, ...]]:
-    """Return all items of a task for both models, with the best score where the base and the worst
-    where the other lacks an answer.
-
-    Scores range from 0 to 1, or as far as the known ones do.
-    """
-    known = [item.score for answers in (base, compressed) for same in answers.values() for item in same]
-    low = min(0.0, *known)
-    high = max(1.0 if low == 0 else 0.0, *known)
-    completed = []
-    for answers, others, score in ((base, compressed, high), (compressed, base, low)):
-        full = dict[str, list[AnsweredItem]]()
-        for name in {**answers, **others}:
-            same = [*answers.get(name, ())]
-            model = (same or others[name])[0]
-            missing = len(others.get(name, ())) - len(same)
-            full[name] = same + [replace(model, score=score)] * missing
-        completed.append(_means(full, full))
-    return completed
+Sides = tuple[list[ItemScores], list[ItemScores]]  # the base's scores by task, and the other's
 
 
-def _worst_condition(row: TaskGate, lacking: tuple[Sequence[str], Sequence[str]]) -> GateCondition:
-    """Return the drop with every missing answer at its worst; nothing is the worst of a
-    likelihood."""
-    named = []
-    for model, names in zip(("base", "compressed model"), lacking, strict=True):
-        if names:
-            named.append(f"of the {model} {_named(names)}")
-    where = "over all items" if row.task == POOLED else f"on {row.task}"
-    passes = row.verdict == "pass" and row.kind == "score"
-    return GateCondition(
-        name=f"drop {where} with missing answers at their worst",
-        option="--max-drop",
-        limit=row.max_drop,
-        observed=row.drop,
-        lower=row.lower,
-        upper=row.upper if row.kind == "score" else math.inf,
-        items=row.items,
-        unit="items",
-        verdict="pass" if passes else "inconclusive",
-        base=row.base,
-        compressed=row.compressed,
-        advice=f"these items lack an answer: {joined(named)}; have them answered",
-    )
+def _pair(before: "Results", after: "Results") -> tuple[Sides, Sides, tuple[list[str], list[str]]]:
+    """Pair two models' answers by item: scores of the items that both have answered, then of all
+    items with a missing answer at its worst, and the names of items that lack one.
+
+    The worst is the best score of the base and the least of the other model. Scores range from 0 to
+    1, or as far as the known ones do. Raises `CompressionError` for other items or prompts."""
+    pairs: Sides = ([], [])
+    worst: Sides = ([], [])
+    lacking: tuple[list[str], list[str]] = ([], [])
+    for key in {**before.tasks, **after.tasks}:
+        task, name, kind = key
+        answers: list[Answers] = [before.tasks.get(key, {}), after.tasks.get(key, {})]
+        version = str(before.settings.get(f"version of {task}") or "")
+        scores = ItemScores(task, name, version, kind, ())
+        ids = answers[0].keys() & answers[1].keys()
+        first, second = (replace(scores, items=_means(side, ids)) for side in answers)
+        refuse_others(first, second, f"{task}, {before.path} and {after.path}")
+        if ids:
+            pairs[0].append(first)
+            pairs[1].append(second)
+        known = [item.score for side in answers for same in side.values() for item in same]
+        low = min(0.0, *known)
+        high = max(1.0 if low == 0 else 0.0, *known)
+        for index, score in enumerate((high, low)):
+            others = answers[1 - index]
+            full = dict[str, list[AnsweredItem]]()
+            for item_name in {**answers[index], **others}:
+                same = [*answers[index].get(item_name, ())]
+                model = (same or others[item_name])[0]
+                missing = len(others.get(item_name, ())) - len(same)
+                full[item_name] = same + [replace(model, score=score)] * missing
+                if missing > 0:
+                    lacking[index].append(f"{task} {item_name}")
+            worst[index].append(replace(scores, items=_means(full, full)))
+    return pairs, worst, lacking
 
 
 def refuse_others(base: ItemScores, compressed: ItemScores, where: str) -> None:
@@ -264,34 +278,6 @@ def refuse_others(base: ItemScores, compressed: ItemScores, where: str) -> None:
             f"{where}: {prompts:,} items were asked by other prompts; evaluate both models with "
             "the same chat template, few-shot examples and instructions"
         )
-
-
-def _find_unanswered(
-    base: "Results", compressed: "Results", paired: int
-) -> tuple[list[str], list[str]]:
-    """Return the items that lack an answer of base and compressed model; refuse too many."""
-    lacking: tuple[list[str], list[str]] = ([], [])
-    parts = []
-    lone = 0
-    for names, model, other in ((lacking[0], base, compressed), (lacking[1], compressed, base)):
-        total = sum(map(len, model.tasks.values()))
-        lone += total - paired
-        tasks_named = joined([f"{task} ({metric})" for task, metric, _ in model.tasks])
-        parts.append(f"{total - paired:,} of {total:,} items of {model.path}, {tasks_named},")
-        for key, answers in other.tasks.items():
-            known = model.tasks.get(key, {})
-            for name, same in answers.items():
-                if len(same) > len(known.get(name, ())):
-                    names.append(f"{key[0]} {name}")
-    message = f"{joined(parts)} have no partner in the other results"
-    if lone > MOST_UNPAIRED * (lone + paired):
-        raise CompressionError(
-            f"{message}, more than {MOST_UNPAIRED:.0%} of all; evaluate both models on the same "
-            "items, or name the tasks to compare as --tasks"
-        )
-    if lone:
-        logger.warning("%s; the %s that have one are compared", message, f"{paired:,}")
-    return lacking
 
 
 @dataclass(slots=True)
@@ -325,7 +311,25 @@ class Results:
         results = cls(path, wanted, metric)
         with wrap_faults(f"{path} cannot be read as results", KNOWN, KNOWN):
             for file in files:
-                results._read_file(file)
+                if file.suffix == ".jsonl":
+                    results._read_samples(file)
+                elif file.suffix == ".csv":
+                    results._read_csv(file)
+                elif file.suffix == ".eval":
+                    results._read_inspect(_unpack(file), file)
+                else:
+                    content = json.loads(file.read_text(encoding="utf-8"))
+                    known = content if isinstance(content, dict) else {}
+                    samples = known.get("samples")
+                    if isinstance(samples, list):
+                        named = [(f"samples[{number}]", row) for number, row in enumerate(samples)]
+                        results._read_inspect(iter([("log", content), *named]), file)
+                    elif "eval" in known and "status" not in known:
+                        results._read_evalplus(content, file)
+                    else:
+                        raise CompressionError(
+                            f"{file} has no answers to single items in a known form; {KNOWN}"
+                        )
         tasks = [task for task, *_ in results.tasks]
         for task in wanted or tasks[:1] or ["any task"]:
             if task not in tasks:
@@ -337,28 +341,6 @@ class Results:
             if wanted and key[0] not in wanted:
                 del results.tasks[key]
         return results
-
-    def _read_file(self, file: Path) -> None:
-        if file.suffix == ".jsonl":
-            self._read_samples(file)
-        elif file.suffix == ".csv":
-            self._read_csv(file)
-        elif file.suffix == ".eval":
-            self._read_inspect(_unpack(file), file)
-        else:
-            content = json.loads(file.read_text(encoding="utf-8"))
-            known = content if isinstance(content, dict) else {}
-            if isinstance(known.get("samples"), list):
-                members = [("log", content)]
-                for number, sample in enumerate(content["samples"]):
-                    members.append((f"samples[{number}]", sample))
-                self._read_inspect(iter(members), file)
-            elif "eval" in known and "status" not in known:
-                self._read_evalplus(content, file)
-            else:
-                raise CompressionError(
-                    f"{file} has no answers to single items in a known form; {KNOWN}"
-                )
 
     def _add(
         self, file: Path, task: str, metric: str, item: AnsweredItem, kind: Kind = "score"
@@ -404,7 +386,9 @@ class Results:
         while names[-1] in parents and parents[names[-1]] not in names:
             names.append(parents[names[-1]])
         task = next((name for name in names if name in self.wanted), names[-1])
-        of_part = {name: of_all.get(part) for name, of_all in run.items() if isinstance(of_all, dict)}
+        of_part = {
+            name: of_all.get(part) for name, of_all in run.items() if isinstance(of_all, dict)
+        }
         config = of_part.get("configs") or {}
         if not run:
             self.unheld.add("lm-eval's settings (in results_*.json)")
@@ -434,15 +418,15 @@ class Results:
         sign = 1 if kind == "likelihood" or is_better else -1
         shown_name = f"negated {name}" if sign < 0 else name
         for row in rows:
-            number = str(row["doc_id"])
+            name_of_item = str(row["doc_id"])
             value, weight = row[name] if isinstance(row[name], list) else (row[name], 1)
-            where = f"{file}, item {number}"
-            # the hash of the prompt leaves out choices, their delimiter and how answers are generated
+            where = f"{file}, item {name_of_item}"
+            # the hash of the prompt leaves out choices, their delimiter and settings of generation
             prompt = row.get("arguments") or row.get("prompt_hash")
             if not row.get("arguments"):
                 self.unheld.add("choices and settings of generation (lm-eval's arguments)")
             item = AnsweredItem(
-                number if task == part else f"{part}/{number}",
+                name_of_item if task == part else f"{part}/{name_of_item}",
                 sign * _score(value, where),
                 _score(weight, where),
                 _hash([row.get("doc_hash"), row.get("target_hash")]),
@@ -489,7 +473,9 @@ class Results:
             stated |= {name: (evaluation.get("config") or {}).get(name) for name in LIMITS}
             self.settings |= {f"{name} of {task}": value for name, value in stated.items()}
         self.unheld.add("the chat template")
-        samples = [(name, read_as(InspectSample, sample, f"{file}: {name}")) for name, sample in parts]
+        samples = [
+            (name, read_as(InspectSample, sample, f"{file}: {name}")) for name, sample in parts
+        ]
         scorers = dict.fromkeys(scorer for _, sample in samples for scorer in sample.scores or ())
         metric = self.metric or next(iter(scorers), "")
         scorer, part = (metric, "") if metric in scorers else metric.rpartition(".")[::2]
@@ -554,12 +540,10 @@ def _unpack(file: Path) -> Iterator[tuple[str, Any]]:
     if nbytes > MOST_BYTES:
         raise CompressionError(
             f"{file} unpacks to {human_bytes(nbytes)}, more than the {human_bytes(MOST_BYTES)} "
-            "that are read; write "
-            "its scores as CSV with the columns item and score"
+            "that are read; write its scores as CSV with the columns item and score"
         )
-    if sys.version_info < (3, 14) and any(
-        members[name].compress_type == ZSTANDARD for name in names
-    ):
+    kinds = {members[name].compress_type for name in names}
+    if sys.version_info < (3, 14) and ZSTANDARD in kinds:
         require("backports.zstd")
         from backports.zstd.zipfile import ZipFile
 
@@ -590,13 +574,10 @@ def _score(value: Any, where: str) -> float:
         raise CompressionError(
             f"{where}: the score is {text[:80]!r}, no number; if the file was cut, copy it again"
         ) from None
-    if math.isnan(score):
+    if not math.isfinite(score):
         raise CompressionError(
-            f"{where}: the answer is unscored, its score is NaN; score it, or name another --metric"
-        )
-    if math.isinf(score):
-        raise CompressionError(
-            f"{where}: the score is {text[:80]}, which is not finite; evaluate the model again"
+            f"{where}: the answer is unscored, its score {text[:80]} is not finite; score it, or "
+            "name another --metric"
         )
     return score
 

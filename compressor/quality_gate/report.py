@@ -55,21 +55,15 @@ SUITE = "moe-compress gate"
 CLASS = "moe-compress.gate"  # of JUnit's test cases
 METHOD = (
     "Both models answered the same items, and the differences were tested item by item (Miller, "
-    "arXiv:2411.00640): "
-    "flips of right and wrong answers exactly, other scores and likelihoods by Student's t. A "
-    "drop passes if its "
-    "upper confidence bound is within the drop allowed, fails if the lower bound is beyond it, "
-    "and is inconclusive "
-    "otherwise. The items of all tasks that are answered right or wrong have to pass together; "
-    "each of these tasks "
-    "has a drop of its own allowed, and only fails the gate beyond that, corrected for the number "
-    "of tasks (Holm). "
+    "arXiv:2411.00640): flips of right and wrong answers exactly, other scores and likelihoods by "
+    "Student's t. A drop passes if its upper confidence bound is within the drop allowed, fails if "
+    "the lower bound is beyond it, and is inconclusive otherwise. The items of all tasks that are "
+    "answered right or wrong have to pass together; each of these tasks has a drop of its own "
+    "allowed, and only fails the gate beyond that, corrected for the number of tasks (Holm). "
     "Perplexities and other scores have to pass by themselves.",
     "Drop: base less compressed, of a perplexity its rise. At least and at most: its one-sided "
-    "bounds. Detectable: the "
-    f"smallest true drop that so many items show with probability {POWER:g}. Lost and gained: "
-    "items answered worse and "
-    "better than by the base.",
+    "bounds. Detectable: the smallest true drop that so many items show with probability "
+    f"{POWER:g}. Lost and gained: items answered worse and better than by the base.",
 )
 
 
@@ -90,11 +84,9 @@ def change(value: float, kind: Literal["score", "likelihood"]) -> str:
 
 def margin(row: TaskGate) -> str:
     """Return the drop allowed, of a perplexity in percent."""
-    return (
-        f"{100 * row.max_drop:g}% of perplexity"
-        if row.kind == "likelihood"
-        else f"{row.max_drop:g}"
-    )
+    if row.kind == "likelihood":
+        return f"{100 * row.max_drop:g}% of perplexity"
+    return f"{row.max_drop:g}"
 
 
 COLUMNS: Mapping[str, Callable[[TaskGate], str]] = {
@@ -129,11 +121,9 @@ def verdict_line(result: GateResult) -> str:
     reasons = []
     for row in result.rows:
         if row.verdict == result.verdict and (row.decides or row.verdict == "fail"):
-            where = (
-                f"over all {counted(row.items, 'item')}"
-                if row is result.pooled
-                else f"on {row.task}"
-            )
+            where = f"on {row.task}"
+            if row is result.pooled:
+                where = f"over all {counted(row.items, 'item')}"
             reasons.append(f"{lost} {margin(row)} was lost {where}")
     than = "at most" if passes else "more than"
     for condition in result.conditions:
@@ -156,9 +146,8 @@ def advice(result: GateResult) -> list[str]:
     needs_items = bool(sentences)
     for condition in result.conditions:
         if condition.verdict == "inconclusive" and condition.advice:
-            sentences.append(
-                f"{condition.name[0].upper()}{condition.name[1:]}: {condition.advice}."
-            )
+            name = f"{condition.name[0].upper()}{condition.name[1:]}"
+            sentences.append(f"{name}: {condition.advice}.")
     limit = result.options.get("limit")
     if needs_items and limit is not None:
         sentences.append(f"Raise --limit, which is {limit}, or leave it out; or name more tasks.")
@@ -189,27 +178,19 @@ def power_blocks(power: "PowerAnalysis") -> list[Block]:
         return [Text(text)]
     cells = []
     for row in rows:
-        shown = (
-            ["-"] * len(power.flips) if row.shown is None else [f"{drop:.4f}" for drop in row.shown]
-        )
+        shown = [f"{drop:.4f}" for drop in row.shown or ()] or ["-"] * len(power.flips)
         cells.append((row.task, f"{row.items:,}", f"{row.max_drop:g}", *shown))
-    columns = (
-        "task",
-        "items",
-        "allowed",
-        *(f"shown at {flips:.0%} flips" for flips in power.flips),
-    )
+    shares = [f"shown at {flips:.0%} flips" for flips in power.flips]
+    columns = ("task", "items", "allowed", *shares)
     caption = f"What the gate can show, with confidence {100 * power.confidence:g}%"
     text = (
         "Shown: the smallest drop allowed that a model passes which lost nothing and answers this "
-        "share of items "
-        f"differently, at 0% for certain, else with probability {POWER:g}."
+        f"share of items differently, at 0% for certain, else with probability {POWER:g}."
     )
     if power.pooled is not None:
         text += (
             " All together have to pass; a task alone only refuses a clear loss, of about the "
-            "drop allowed and the "
-            "one shown."
+            "drop allowed and the one shown."
         )
     return [*forms, Table(caption, columns, cells, ruled={len(power.tasks) - 1}), Text(text)]
 
@@ -431,8 +412,7 @@ def gate_of(folder: Path, gate: GateResult | None = None) -> GateResult | None:
         if name is not None:
             raise CompressionError(
                 f"the gate's result is of another model than {folder}: {name} is not the same; "
-                "run the gate again on "
-                "this folder"
+                "run the gate again on this folder"
             )
         return gate
     places = [*folder.resolve().parent.glob(f"*/{REPORT}"), *cache_folder("results").glob("*.json")]
@@ -483,8 +463,7 @@ def card_metrics(result: GateResult) -> list[EvalResult]:
             metric_type=task.metric,
             metric_name=(
                 f"{task.metric} (base {level(task.base)}, drop {change(task.drop, task.kind)}, at "
-                "most "
-                f"{change(task.upper, task.kind)} {sure})"
+                f"most {change(task.upper, task.kind)} {sure})"
             ),
             metric_value=float(f"{task.compressed:.6g}"),
             verified=False,
@@ -501,14 +480,10 @@ def eval_results(result: GateResult) -> bytes:
     for task in result.tasks:
         if task.task in result.benchmarks and math.isfinite(task.compressed):
             dataset_id, task_id = result.benchmarks[task.task]
-            lm_eval = (
-                f"{task.task} {task.version} of lm-eval {result.versions.get('lm-eval', '')}"
-            ).rstrip()
-            notes = f"{task.metric} on {task.items:,} items, {lm_eval}"
+            lm_eval = result.versions.get("lm-eval", "")
+            notes = f"{task.metric} on {task.items:,} items, {task.task} {task.version} of lm-eval"
             value = float(f"{task.compressed:.6g}")
+            notes = f"{notes} {lm_eval}".rstrip()
             entries.append(EvalResultEntry(dataset_id, task_id, value, notes=notes))
-    return (
-        yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False).encode()
-        if entries
-        else b""
-    )
+    content = eval_result_entries_to_yaml(entries)
+    return yaml.safe_dump(content, sort_keys=False).encode() if entries else b""

@@ -209,7 +209,8 @@ def _refusal(
             return sum(task.items(limit) for task in tasks)
 
         if options.limit is not None and items_at(None) >= enough:
-            how = f"--limit {bisect_left(range(enough), enough, key=items_at)}"
+            limit = bisect_left(range(enough), enough, key=items_at)
+            how = f"--limit {limit}"
         remedies.insert(0, f"at least {enough:,} {unit} ({how})")
     return (
         f"this gate could not even pass an identical model: {count:,} {unit} cannot show with "
@@ -261,9 +262,7 @@ def run_gate(
     scores = dict[Side, list[ItemScores]]()
     baseline = gate.baseline
     if baseline is None:
-        evaluations["base"] = plan_evaluation(
-            base, tasks, gate.evaluation, gate.cache, base_server
-        )
+        evaluations["base"] = plan_evaluation(base, tasks, gate.evaluation, gate.cache, base_server)
     else:
         scores["base"] = baseline.answers_to(tasks, options.baseline)
     evaluations["compressed"] = plan_evaluation(

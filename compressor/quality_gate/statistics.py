@@ -456,10 +456,10 @@ def pair_items(base: ItemScores, compressed: ItemScores) -> PairedItems:
             f"{base.task}, {base.metric}: {empty} of {len(weights)} items have no words or bytes: "
             "leave them out of the task"
         )
-    scores = [np.array([item.score for item in items]) for items in (before, after)]
-    return PairedItems(
-        base.task, base.metric, base.version, base.kind, *scores, np.array(weights)
-    )
+    first = np.array([item.score for item in before])
+    second = np.array([item.score for item in after])
+    kind = base.kind
+    return PairedItems(base.task, base.metric, base.version, kind, first, second, np.array(weights))
 
 
 def find_anomalies(
@@ -473,19 +473,38 @@ def find_anomalies(
     binom = scipy.stats.binom
     suspects = []
     for row, scores in zip(rows, base, strict=True):
+        values = np.array(scores.values)
+        right = values.sum()
         if row.task in expectations:
             expected = expectations[row.task]
-            reason = f"not {expected.score} as expected"
-            suspects.append((row, reason, expected_p(row, scores, expected)))
+            tolerance = expected.tolerance
+            # the two-sided p if the true score is within the tolerance: exact if right or wrong
+            if row.mcnemar is None:
+                weights = np.array([item.weight for item in scores.items])
+                error = ratio_error(values, weights)
+                if row.kind == "likelihood":
+                    error = error * row.base
+                # a metric of which less is better is negated
+                distance = abs(abs(row.base) - abs(expected.value))
+                distance = distance - (SURE * error if tolerance is None else tolerance)
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    far = np.nan_to_num(distance / error)
+                tail = scipy.special.stdtr(max(row.items - 1, 1), -far)
+            else:
+                tolerance = SURE * 0.5 / row.items**0.5 if tolerance is None else tolerance
+                low, high = np.clip([expected.value - tolerance, expected.value + tolerance], 0, 1)
+                few = binom.cdf(right, row.items, low)
+                tail = min(few, binom.sf(right - 1, row.items, high))
+            p = min(2 * float(tail), 1.0)
+            suspects.append((row, f"not {expected.score} as expected", p))
         if row.mcnemar is None:
             continue
         if scores.chance is not None:
-            right = sum(scores.values)
             # of so few right answers if many more than by guessing are due
-            p = binom.cdf(right, row.items, min(scores.chance + ABOVE_CHANCE, 1.0))
+            p = float(binom.cdf(right, row.items, min(scores.chance + ABOVE_CHANCE, 1.0)))
             if binom.sf(right - 1, row.items, scores.chance) < NOTICEABLE:
                 p = 1.0
-            suspects.append((row, f"no better than guessing, {scores.chance:.4f}", float(p)))
+            suspects.append((row, f"no better than guessing, {scores.chance:.4f}", p))
         if row.gained > row.lost:
             reason = f"clearly worse than the compressed model, {row.compressed:.4f}"
             suspects.append((row, reason, row.mcnemar))
@@ -496,39 +515,13 @@ def find_anomalies(
             continue
         cause = "most often a broken or missing chat template"
         if row.cut is not None and row.cut[0] >= MANY_CUT:
-            cause = (
-                f"likely since {row.cut[0]:.1%} of its answers reached the token limit; else {cause}"
-            )
+            reached = f"{row.cut[0]:.1%} of its answers reached the token limit"
+            cause = f"likely since {reached}; else {cause}"
         if row.task in asked:
             cause += f"; used was {asked[row.task]['chat_template'] or 'none'}"
         sentence = f"ANOMALOUS: on {row.task} the base scores {row.base:.4f}, {reason} ({cause})"
         anomalies.append(Anomaly(row.task, sentence, p))
     return tuple(anomalies)
-
-
-def expected_p(row: TaskGate, scores: ItemScores, expected: Expectation) -> float:
-    """Return the two-sided p of a base's scores if its true score is within the tolerance: exact if
-    right or wrong."""
-    values = np.array(scores.values)
-    tolerance = expected.tolerance
-    if row.mcnemar is None:
-        weights = np.array([item.weight for item in scores.items])
-        error = ratio_error(values, weights) * (row.base if row.kind == "likelihood" else 1.0)
-        # a metric of which less is better is negated
-        distance = abs(abs(row.base) - abs(expected.value)) - (
-            SURE * error if tolerance is None else tolerance
-        )
-        with np.errstate(divide="ignore", invalid="ignore"):
-            tail = scipy.special.stdtr(max(row.items - 1, 1), -np.nan_to_num(distance / error))
-    else:
-        right = values.sum()
-        tolerance = SURE * 0.5 / row.items**0.5 if tolerance is None else tolerance
-        low, high = np.clip([expected.value - tolerance, expected.value + tolerance], 0, 1)
-        tail = min(
-            scipy.stats.binom.cdf(right, row.items, low),
-            scipy.stats.binom.sf(right - 1, row.items, high),
-        )
-    return min(2 * float(tail), 1.0)
 
 
 def overall(

@@ -178,9 +178,6 @@ def check_confidence(confidence: float) -> None:
 def conditions_table(conditions: Sequence[GateCondition]) -> Table:
     """Return a table with a row for each condition."""
 
-    def shown(value: float | None) -> str:
-        return "-" if value is None else f"{value:.4f}"
-
     columns = (
         "condition",
         "of",
@@ -192,18 +189,18 @@ def conditions_table(conditions: Sequence[GateCondition]) -> Table:
         "at most",
         "verdict",
     )
-    rows = tuple(
-        (
+    rows = []
+    for condition in conditions:
+        figures = (condition.base, condition.compressed)
+        shown = ["-" if figure is None else f"{figure:.4f}" for figure in figures]
+        rises = (condition.observed, condition.lower, condition.upper)
+        row = (
             condition.name,
             f"{condition.items:,} {condition.unit}",
-            shown(condition.base),
-            shown(condition.compressed),
+            *shown,
             f"{condition.limit:g}",
-            f"{condition.observed:+.4f}",
-            f"{condition.lower:+.4f}",
-            f"{condition.upper:+.4f}",
+            *[f"{rise:+.4f}" for rise in rises],
             Toned(condition.verdict, *SIGNS[condition.verdict]),
         )
-        for condition in conditions
-    )
+        rows.append(row)
     return Table("Conditions", columns, rows, {"of", "verdict"}, ("of", "at least"))

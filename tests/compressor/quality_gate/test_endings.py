@@ -23,7 +23,7 @@ from compressor.quality_gate.endings import (
     rates,
     repeated_share,
 )
-from compressor.quality_gate.statistics import lower_bound, measure_change, upper_bound
+from compressor.quality_gate.statistics import measure_change, upper_bound
 from compressor.quality_gate.verdict import TaskGate
 
 HERMES = "{% if tools %}<tool_call>{}</tool_call>{% endif %}{{ m['reasoning_content'] }}<think>\n</think>"
@@ -144,7 +144,7 @@ def test_rates_are_paired_as_the_gate_pairs_items() -> None:
     found = {(rate.measure, rate.domain): rate for rate in rates(["a"] * 20 + ["b"] * 20, base, smaller, 0.9)}
     loops = found["loops", ALL]
     assert (loops.base, loops.smaller, loops.more, loops.fewer) == pytest.approx((2 / 40, 6 / 40, 5, 1))
-    assert (loops.lower, loops.upper) == pytest.approx((lower_bound(5, 1, 40, 0.1), upper_bound(5, 1, 40, 0.1)))
+    assert (loops.lower, loops.upper) == pytest.approx((-upper_bound(1, 5, 40, 0.1), upper_bound(5, 1, 40, 0.1)))
     assert found["loops", "b"].rise == 0 and found["missed ends", "a"].smaller == 0.5
     assert (found["repeated 4-grams", ALL].base, found["repeated 4-grams", ALL].mcnemar) == (0, None)
     assert found["tokens", ALL].rise == 4 and ("open thinking", ALL) not in found

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from compressor.cli.compress import show_gated
+from compressor.cli.gate import summarise
 from compressor.errors import CompressionError
 from compressor.formatting import readable
 from compressor.pipeline.outcome import Attempt
 from compressor.quality_gate.report import (
     advice,
-    append_summary,
     card_metrics,
     change,
     full_content,
@@ -106,15 +106,19 @@ def test_names_that_utf8_cannot_hold_are_written(tmp_path: Path) -> None:
     assert r"folder-\\udcff" in written[2].read_text(encoding="utf-8")
 
 
-def test_a_summary_is_appended_or_a_warning_given(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    append_summary(gate(task()), tmp_path)
+def test_a_summary_is_appended_or_a_warning_given(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path))
+    summarise(gate(task()), as_json=True)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING and "Is a directory" in record.getMessage()
     assert not list(tmp_path.iterdir())
     summary = tmp_path / "summary.md"
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
     summary.write_text("before")
-    append_summary(gate(task()), summary)
-    append_summary(mixed(), summary)
+    for result in (gate(task()), mixed()):
+        summarise(result, as_json=True)
     assert summary.read_text(encoding="utf-8") == f"before\n{page(gate(task()))}\n\n{page(mixed())}\n"
 
 

@@ -17,14 +17,11 @@ from compressor.answers.scores import AnsweredItem, ItemScores
 from compressor.errors import CompressionError
 from compressor.quality_gate.statistics import (
     Evidence,
-    at_least,
     at_most,
-    compare_items,
     constrained_gain,
     freedom_of,
     holm,
     judge,
-    lower_bound,
     most_careful,
     overall,
     ratio,
@@ -39,6 +36,14 @@ from compressor.quality_gate.verdict import TaskGate
 from scripts import simulate_gate
 
 ALPHA = 0.05
+
+
+def at_least(lost: float, gained: float, items: int, drop: float) -> float:
+    return at_most(gained, lost, items, -drop)
+
+
+def lower_bound(lost: float, gained: float, items: int, alpha: float) -> float:
+    return -upper_bound(gained, lost, items, alpha)
 
 
 def scores(values: Any, **given: Any) -> ItemScores:
@@ -273,12 +278,12 @@ ONE = scores([1, 0, 1])
 )
 def test_unlike_results_refused(other: ItemScores, message: str) -> None:
     with pytest.raises(CompressionError, match=message):
-        compare_items(ONE, other)
+        gate(ONE, other)
 
 
 def test_items_without_words_are_refused() -> None:
     with pytest.raises(CompressionError, match="1 of 2 items have no words or bytes"):
-        compare_items(likelihoods([-1, -2], [3, 0]), likelihoods([-1, -2], [3, 0]))
+        gate(likelihoods([-1, -2], [3, 0]), likelihoods([-1, -2], [3, 0]))
 
 
 def test_the_simulation_judges_as_the_gate_does() -> None:
