@@ -12,14 +12,7 @@ import typer
 
 import compressor
 from compressor.answers.options import ServerOptions
-from compressor.cli.options import (
-    GATE_OPTIONS,
-    SERVER_OPTIONS,
-    Reading,
-    Running,
-    flag,
-    listed,
-)
+from compressor.cli.options import GATE_OPTIONS, SERVER_OPTIONS, Reading, Running, flag, listed
 from compressor.cli.terminal import annotate, print_report, reporting, written_line
 from compressor.data.sources import refuse_absent_texts
 from compressor.distributed import ranks, refuse_several

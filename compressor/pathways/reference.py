@@ -8,13 +8,11 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
-from sklearn.neighbors import NearestNeighbors
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -83,23 +81,15 @@ class ReferenceSet:
         items within it are neighbours, which may be none. Items whose prompt is `but` are left out:
         they would give an answer away."""
         query = normalize(embedding, dim=0)
-        distances, places = self._search.kneighbors(query[None].double().numpy(), len(self.items))
-        # ties: the lower index first
-        by_distance = sorted(zip(distances[0].tolist(), places[0].tolist(), strict=True))
+        points = normalize(self.embeddings)
+        # of differences, so that equal embeddings are equally far away, and the first comes first
+        distances = torch.linalg.vector_norm(points.double() - query.double(), dim=1)
         nearest = list[int]()
-        for distance, index in by_distance:
-            is_near = len(nearest) < count if radius is None else distance <= radius
+        for index in distances.argsort(stable=True).tolist():
+            is_near = len(nearest) < count if radius is None else distances[index] <= radius
             if is_near and self.items[index].prompt != but:
                 nearest.append(index)
-        return nearest, query, normalize(self.embeddings[nearest])
-
-    @cached_property
-    def _search(self) -> NearestNeighbors:
-        """The index of the items' embeddings, by trees, whose distances are exact where embeddings
-        are equal."""
-        return NearestNeighbors(algorithm="kd_tree").fit(
-            normalize(self.embeddings).double().numpy()
-        )
+        return nearest, query, points[nearest]
 
     def check(self, model: OpenModel, tokenizer: Any) -> None:
         """Refuse another model than this set's, or another tokenizer."""

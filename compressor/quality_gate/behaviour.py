@@ -40,7 +40,7 @@ from compressor.quality_gate.endings import (
     pair_lengths,
     rates,
 )
-from compressor.quality_gate.options import LENGTH, BehaviourOptions, Limits
+from compressor.quality_gate.options import LENGTH, BehaviourOptions, GateOptions, Limits
 from compressor.quality_gate.statistics import (
     POWER,
     advise,
@@ -236,6 +236,7 @@ def evaluate_behaviour(
         answers = [*given_answers]
     written = None
     conditions = tuple[GateCondition, ...]()
+    gate = options if isinstance(options, GateOptions) else None
     if prompts is not None:
         forced = options.teacher_forced
         if reads_written and stock is not None and not forced:
@@ -252,7 +253,7 @@ def evaluate_behaviour(
         requests = prompts.requests
         base_answers = answer_all(base, requests, generation, cache, progress)
         if not forced:
-            limits = options.answer_limits
+            limits = gate.answer_limits if gate else {}
             missed = sum(answer.ended != "end" for answer in base_answers)
             message = (
                 f"{missed:,} of {len(base_answers):,} answers of {base.label} do not end within "
@@ -296,7 +297,8 @@ def evaluate_behaviour(
         text, given, each = measure_divergence(
             model, compressed, texts, answers, stop_tokens, confidence, progress
         )
-    conditions += divergence_conditions(text, given, options.divergence_limits, confidence)
+    if gate:
+        conditions += divergence_conditions(text, given, gate.divergence_limits, confidence)
     return Behaviour(base.label, smaller.label, confidence, written, text, given, each, conditions)
 
 

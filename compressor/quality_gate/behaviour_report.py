@@ -179,10 +179,7 @@ def write_behaviour(behaviour: Behaviour, folder: Path, overwrite: bool = False)
     """Write JSON, Markdown, the answers and a page to read them into a new folder, or nothing when
     anything fails."""
     heading = Heading(f"Behaviour of {behaviour.smaller}", level=1)
-    texts = [
-        report_json(behaviour.to_dict()),
-        markdown((heading, *behaviour_blocks(behaviour))),
-    ]
+    texts = [report_json(behaviour.to_dict()), markdown((heading, *behaviour_blocks(behaviour)))]
     if behaviour.written is not None:
         lines = []
         for pair in behaviour.written.pairs:

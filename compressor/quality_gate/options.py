@@ -57,16 +57,6 @@ class BehaviourOptions(AnswerOptions):
         """True if both models read text or the base's answers."""
         return bool(self.text or self.answers or self.teacher_forced)
 
-    @property
-    def answer_limits(self) -> Limits:
-        """Limits on written answers."""
-        return {}
-
-    @property
-    def divergence_limits(self) -> Limits:
-        """Limits on each domain of text and of the base's answers."""
-        return {}
-
     def check(self) -> None:
         super().check()
         if self.teacher_forced and not self.prompts:
@@ -171,6 +161,7 @@ class GateOptions(BehaviourOptions, TaskOptions):
 
     @property
     def answer_limits(self) -> Limits:
+        """Limits on written answers."""
         if not self.writes:
             return {}
         loop_rise = self.max_loop_rise
@@ -190,6 +181,7 @@ class GateOptions(BehaviourOptions, TaskOptions):
 
     @property
     def divergence_limits(self) -> Limits:
+        """Limits on each domain of text and of the base's answers."""
         limits: Limits = {}
         if self.max_flips is not None:
             limits["flips"] = ("--max-flips", self.max_flips)

@@ -583,10 +583,7 @@ def _score(value: Any, where: str) -> float:
 
 
 def _choose_metric(
-    file: Path,
-    rows: Sequence[Json],
-    names: Sequence[str],
-    aggregations: Mapping[str, str],
+    file: Path, rows: Sequence[Json], names: Sequence[str], aggregations: Mapping[str, str]
 ) -> tuple[str, Kind]:
     """Return the first metric with a number for each item, and its kind."""
     for name in names:

@@ -136,11 +136,8 @@ def test_tool_calls_and_json_that_no_program_reads(text: str, is_broken: bool) -
 
 
 def test_rates_are_paired_as_the_gate_pairs_items() -> None:
-    def ending(looped: bool, ended: bool, tokens: int) -> Ending:
-        return Ending(ended, looped, None, tokens, 0.0)
-
-    base = [ending(number < 2, True, 10) for number in range(40)]
-    smaller = [ending(1 <= number < 7, number % 2 == 0, 14) for number in range(40)]
+    base = [Ending(True, number < 2, None, 10, 0.0) for number in range(40)]
+    smaller = [Ending(number % 2 == 0, 1 <= number < 7, None, 14, 0.0) for number in range(40)]
     found = {(rate.measure, rate.domain): rate for rate in rates(["a"] * 20 + ["b"] * 20, base, smaller, 0.9)}
     loops = found["loops", ALL]
     assert (loops.base, loops.smaller, loops.more, loops.fewer) == pytest.approx((2 / 40, 6 / 40, 5, 1))
@@ -150,13 +147,9 @@ def test_rates_are_paired_as_the_gate_pairs_items() -> None:
     assert found["tokens", ALL].rise == 4 and ("open thinking", ALL) not in found
 
 
-def ending_of_length(tokens: float) -> Ending:
-    return Ending(True, False, None, int(tokens), 0.0)
-
-
 def change_of(base: Any, smaller: Any, limit: float) -> TaskGate:
-    pairs = pair_lengths([*map(ending_of_length, base)], [*map(ending_of_length, smaller)])
-    return measure_change(pairs, limit, 0.05)
+    endings = [[Ending(True, False, None, int(tokens), 0.0) for tokens in side] for side in (base, smaller)]
+    return measure_change(pair_lengths(*endings), limit, 0.05)
 
 
 def test_a_change_of_length_is_the_ratio_of_means_with_the_bounds_of_fieller() -> None:

@@ -47,10 +47,8 @@ def test_items_are_paired_as_by_brute_force(tmp_path: Path, caplog: pytest.LogCa
     second = {key: float(generator.integers(2)) for key in reversed(keys[:-3])}
     result = judged(table(tmp_path / "a.csv", first), table(tmp_path / "b.csv", second))
     for row in result.tasks:
-        pairs = [(first[key], second[key]) for key in first if key in second and key[0] == row.task]
-        lost = sum(before > after for before, after in pairs)
-        gained = sum(before < after for before, after in pairs)
-        assert (row.items, row.lost, row.gained) == (len(pairs), lost, gained)
+        drops = [first[key] - second[key] for key in first if key in second and key[0] == row.task]
+        assert (row.items, row.lost, row.gained) == (len(drops), drops.count(1), drops.count(-1))
     assert result.pooled is not None and result.pooled.items == 195
     assert "3 of 198 items of" in caplog.text and "2 of 197 items of" in caplog.text
     few = dict(list(first.items())[:90])
@@ -297,7 +295,6 @@ def scored(value: Any) -> str:
         ("a.json", scored({"x": 1, "y": 0}), None, "has the parts x and y; name one as --metric SCORER.PART"),
         ("a.json", scored({"x": 1}), "m.z", "the score has no part 'z', only x"),
         ("a.json", scored(None), None, "the answer is unscored"),
-        ("a.json", scored(float("inf")), None, "its score inf is not finite"),
         ("a.json", scored([1]), None, r"the score is '\[1\]', no number"),
         ("a.json", scored(1), "n", "has no scorer 'n', only m"),
         ("a.json", answered(scores=3), None, r"samples\[0\].scores should be an object"),
@@ -308,7 +305,6 @@ def scored(value: Any) -> str:
         ("a.json", '{"eval": [1]}', None, "eval should be an object"),
         ("a.json", '{"eval": {"HumanEval/1": [{"plus_status": "pass"}]}}', None, "base_status is missing"),
         ("a.csv", f"item,score\na,1{'0' * 400}", None, "not finite"),
-        ("a.csv", "item,score\na,NaN", None, "line 2: the answer is unscored"),
         ("a.csv", "item,score\na,-inf", None, "line 2: the answer is unscored, its score -inf"),
         ("a.csv", f"item,score\na,{'x' * 200_000}", None, "field limit|no number"),
         ("samples_t_1.jsonl", '{"doc_id": 1, "filter": "f", "acc": NaN}', None, "item 1: the answer is un"),
