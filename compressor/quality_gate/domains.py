@@ -59,29 +59,27 @@ def figures_of(
         )
     tokens = figures.tokens.double()
 
-    def distance(means: Tensor) -> Paired:
+    distances = []
+    for means in (figures.kl, figures.flips):
         # the base's distance from itself is 0, and no model is below
         pair = paired(torch.zeros_like(tokens), means * tokens, tokens, confidence)
-        return replace(pair, lower=max(pair.lower, 0.0))
-
+        distances.append(replace(pair, lower=max(pair.lower, 0.0)))
     stop_figures = []
     for index, name in enumerate(stop_tokens):
         due, *sums = figures.stop_tokens[:, index].T
         places = []
         for counts, base, compressed in ((due, *sums[:2]), (tokens - due, *sums[2:])):
             rows = counts > 0
-            pair = None
-            if rows.any():
-                pair = paired(base[rows], compressed[rows], counts[rows], confidence)
-            places.append(pair)
+            sides = base[rows], compressed[rows], counts[rows]
+            places.append(paired(*sides, confidence) if rows.any() else None)
         stop_figures.append(StopTokenFigures(name, int(due.sum()), *places))
     return DomainFigures(
         domain=domain,
         sequences=figures.sequences,
         tokens=int(tokens.sum()),
         loss=paired(figures.base_loss * tokens, figures.loss * tokens, tokens, confidence),
-        kl=distance(figures.kl),
-        flips=distance(figures.flips),
+        kl=distances[0],
+        flips=distances[1],
         stop_tokens=tuple(stop_figures),
     )
 

@@ -63,17 +63,9 @@ SAMPLING = (
 LIMITS = ("epochs", "message_limit", "token_limit")
 CUT = ("max_tokens", "model_length")  # inspect's reasons to stop
 UNNAMED = "items"  # a task whose file does not name it
-WORDS = {
-    "c": 1.0,
-    "p": 0.5,
-    "i": 0.0,
-    "n": 0.0,
-    "pass": 1.0,
-    "fail": 0.0,
-    "timeout": 0.0,
-    "error": 0.0,
-}
-WORDS |= {"true": 1.0, "false": 0.0, "yes": 1.0, "no": 0.0}
+RIGHT = ("c", "pass", "true", "yes")
+WRONG = ("i", "n", "fail", "timeout", "error", "false", "no")
+WORDS = {"p": 0.5, **dict.fromkeys(RIGHT, 1.0), **dict.fromkeys(WRONG, 0.0)}
 
 Json = Mapping[str, Any]  # an object
 Key = tuple[str, str, Kind]  # a task with its metric
@@ -413,7 +405,20 @@ class Results:
         # old samples do not list their metrics
         recorded = rows[0].get("metrics") or [field for field in rows[0] if field != "doc_id"]
         metrics = [name] if name else [*aggregations, *recorded]
-        name, kind = _choose_metric(file, rows, metrics, aggregations)
+        for name in metrics:
+            values = [row.get(name) for row in rows]
+            is_perplexity = not LIKELIHOODS.isdisjoint((name, aggregations.get(name, "")))
+            # a log-likelihood with its number of words or bytes
+            pairs = all(isinstance(value, list) and len(value) == 2 for value in values)
+            if all(isinstance(value, bool | int | float) for value in values):
+                break
+            if pairs and is_perplexity:
+                break
+        else:
+            raise CompressionError(
+                f"{file} has no number for each item under {joined(metrics)}; name another --metric"
+            )
+        kind: Kind = "likelihood" if is_perplexity else "score"
         is_better = (of_part.get("higher_is_better") or {}).get(name, name not in LOWER_IS_BETTER)
         sign = 1 if kind == "likelihood" or is_better else -1
         shown_name = f"negated {name}" if sign < 0 else name
@@ -580,20 +585,3 @@ def _score(value: Any, where: str) -> float:
             "name another --metric"
         )
     return score
-
-
-def _choose_metric(
-    file: Path, rows: Sequence[Json], names: Sequence[str], aggregations: Mapping[str, str]
-) -> tuple[str, Kind]:
-    """Return the first metric with a number for each item, and its kind."""
-    for name in names:
-        values = [row.get(name) for row in rows]
-        is_perplexity = not LIKELIHOODS.isdisjoint((name, aggregations.get(name, "")))
-        numbers = all(isinstance(value, bool | int | float) for value in values)
-        # a log-likelihood with its number of words or bytes
-        pairs = all(isinstance(value, list) and len(value) == 2 for value in values)
-        if numbers or (pairs and is_perplexity):
-            return name, "likelihood" if is_perplexity else "score"
-    raise CompressionError(
-        f"{file} has no number for each item under {joined(names)}; name another --metric"
-    )

@@ -27,8 +27,9 @@ from compressor.checkpoint.source import ModelSource
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.files import default_folder
+from compressor.formatting import joined
 from compressor.progress import Progress
-from compressor.quality_gate.baseline import Baseline
+from compressor.quality_gate.baseline import ANEW, COMPUTING, Baseline
 from compressor.quality_gate.behaviour import UNIT, evaluate_behaviour, stock_pair
 from compressor.quality_gate.options import LENGTH, GateOptions
 from compressor.quality_gate.recorded import refuse_others
@@ -42,6 +43,7 @@ from compressor.quality_gate.statistics import (
 )
 from compressor.quality_gate.teacher_forced import read_all
 from compressor.quality_gate.verdict import Asked, GateResult, Side
+from compressor.records import plain_json
 from compressor.run_record import PACKAGES, versions
 
 FLIPS = (0.0, 0.02, 0.05)  # shares of items that two models answer differently
@@ -144,8 +146,21 @@ def read_tasks(gate: GateRequest) -> tuple[tuple[EvaluationTask, ...], PowerAnal
     """Read a gate's tasks, on the first process before the others, and return them with their power
     analysis."""
     baseline = gate.baseline
+    path = gate.options.baseline
     if baseline is not None:
-        baseline.check_request(gate.evaluation.facts(), gate.options.tasks, gate.options.baseline)
+        for name, value in plain_json(gate.evaluation.facts()).items():
+            if name not in COMPUTING and value != baseline.facts.get(name):
+                raise CompressionError(
+                    f"{path} was made with {name} {baseline.facts.get(name)}, and this gate is to "
+                    f"use {value}; leave out --{name.replace('_', '-')}, {ANEW}"
+                )
+        known = [*baseline.settings.get("tasks", ()), *(scores.task for scores in baseline.tasks)]
+        for task in gate.options.tasks:
+            if task not in known:
+                names = joined(list(dict.fromkeys(known)))
+                raise CompressionError(
+                    f"{path} has no answers to {task}, only to {names}; name these, {ANEW}"
+                )
     tasks = ranks().first_before_others(lambda: resolve_tasks(gate.evaluation))
     for name in gate.options.expectations.keys() - {task.name for task in tasks}:
         raise CompressionError(
@@ -158,7 +173,7 @@ def read_tasks(gate: GateRequest) -> tuple[tuple[EvaluationTask, ...], PowerAnal
             "do_sample=true,temperature=1, or leave it out"
         )
     if baseline is not None:
-        baseline.answers_to(tasks, gate.options.baseline)
+        baseline.answers_to(tasks, path)
     return tasks, analyse_power(tasks, gate)
 
 
