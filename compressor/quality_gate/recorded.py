@@ -149,8 +149,7 @@ def gate_results(
         )
     if lone:
         logger.warning("%s; the %s that have one are compared", message, f"{paired:,}")
-    margins = options.max_drop, options.task_drop, options.confidence
-    judgement = judge(*pairs, *margins)
+    judgement = judge(*pairs, options)
     conditions = []
     if any(lacking):
         named = []
@@ -159,7 +158,7 @@ def gate_results(
                 named.append(f"of the {model} {_listed(names)}")
         advice = f"these items lack an answer: {joined(named)}; have them answered"
         compared = [(row.task, row.metric, row.items, row.drop) for row in judgement.rows]
-        for row in judge(*worst, *margins).rows:
+        for row in judge(*worst, options).rows:
             if row.decides and (row.task, row.metric, row.items, row.drop) not in compared:
                 where = "over all items" if row.task == POOLED else f"on {row.task}"
                 is_score = row.kind == "score"  # nothing is the worst of a likelihood

@@ -304,8 +304,7 @@ def run_gate(
                 after,
                 f"{before.task}, {options.baseline or base_writer.label} and {writer.label}",
             )
-    margins = options.max_drop, options.task_drop, options.confidence
-    judgement = judge(scores["base"], scores["compressed"], *margins)
+    judgement = judge(scores["base"], scores["compressed"], options)
     behaviour = evaluate_behaviour(
         base_writer,
         writer,

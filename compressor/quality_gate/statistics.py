@@ -389,11 +389,7 @@ def verdict(p_pass: float, p_fail: float, alpha: float) -> Verdict:
 
 
 def judge(
-    base: Sequence[ItemScores],
-    compressed: Sequence[ItemScores],
-    max_drop: float,
-    max_task_drop: float,
-    confidence: float,
+    base: Sequence[ItemScores], compressed: Sequence[ItemScores], gate: GateOptions
 ) -> Judgement:
     """Test two models' items of the same tasks, wherever they come from: each task, and the pool of
     all items that are answered right or wrong, if there are any.
@@ -401,11 +397,11 @@ def judge(
     Bounds are each task's own, p-values and verdicts of tasks are corrected for their number (Holm
     1979). All that has to pass has to do so by itself, so the pool needs no correction. Raises
     `CompressionError` for results that were not scored alike."""
-    alpha = 1 - confidence
+    alpha = 1 - gate.confidence
     pairs = [pair_items(*task) for task in zip(base, compressed, strict=True)]
     tasks = []
     for pair in pairs:
-        margin = max_task_drop if pair.binary else max_drop
+        margin = gate.task_drop if pair.binary else gate.max_drop
         tasks.append(measure(pair, margin, alpha, not pair.binary))
     passing = holm(np.array([task.p_pass for task in tasks])).tolist()
     failing = holm(np.array([task.p_fail for task in tasks])).tolist()
@@ -431,7 +427,7 @@ def judge(
     before = np.concatenate([pair.base for pair in binary])
     after = np.concatenate([pair.compressed for pair in binary])
     pool = PairedItems(POOLED, metric, "", "score", before, after, np.ones(len(before)))
-    return Judgement(tuple(tasks), measure(pool, max_drop, alpha, True))
+    return Judgement(tuple(tasks), measure(pool, gate.max_drop, alpha, True))
 
 
 def pair_items(base: ItemScores, compressed: ItemScores) -> PairedItems:
