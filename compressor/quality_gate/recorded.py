@@ -70,6 +70,7 @@ WORDS = {"p": 0.5, **dict.fromkeys(RIGHT, 1.0), **dict.fromkeys(WRONG, 0.0)}
 Json = Mapping[str, Any]  # an object
 Key = tuple[str, str, Kind]  # a task with its metric
 Answers = Mapping[str, Sequence[AnsweredItem]]  # to one task, by item
+Sides = tuple[list[ItemScores], list[ItemScores]]  # the base's scores by task, and the other's
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +140,8 @@ def gate_results(
     for model in (before, after):
         total = sum(map(len, model.tasks.values()))
         lone += total - paired
-        named = joined([f"{task} ({metric})" for task, metric, _ in model.tasks])
-        parts.append(f"{total - paired:,} of {total:,} items of {model.path}, {named},")
+        shown_tasks = joined([f"{task} ({metric})" for task, metric, _ in model.tasks])
+        parts.append(f"{total - paired:,} of {total:,} items of {model.path}, {shown_tasks},")
     message = f"{joined(parts)} have no partner in the other results"
     if lone > MOST_UNPAIRED * (lone + paired):
         raise CompressionError(
@@ -153,9 +154,9 @@ def gate_results(
     conditions = []
     if any(lacking):
         named = []
-        for model, names in zip(("base", "compressed model"), lacking, strict=True):
+        for side, names in zip(("base", "compressed model"), lacking, strict=True):
             if names:
-                named.append(f"of the {model} {_listed(names)}")
+                named.append(f"of the {side} {_listed(names)}")
         advice = f"these items lack an answer: {joined(named)}; have them answered"
         compared = [(row.task, row.metric, row.items, row.drop) for row in judgement.rows]
         for row in judge(*worst, options).rows:
@@ -213,9 +214,6 @@ def _means(answers: Answers, ids: Iterable[str]) -> tuple[AnsweredItem, ...]:
         mean = math.fsum(item.score for item in same) / len(same)
         items.append(replace(same[0], score=mean, cut=sum(cut) / len(cut) if cut else None))
     return tuple(items)
-
-
-Sides = tuple[list[ItemScores], list[ItemScores]]  # the base's scores by task, and the other's
 
 
 def _pair(before: "Results", after: "Results") -> tuple[Sides, Sides, tuple[list[str], list[str]]]:
