@@ -16,7 +16,8 @@ from compressor.options import one_or_several, separated
 MAX_LOOP_RISE = 0.01  # default share of answers, where prompts are named and no limit
 # default where prompts are named, no other limit is larger, and none is given
 MAX_LENGTH_CHANGE = 0.1
-SHORTEST = 16  # tokens of a sequence of text
+FEWEST = 8  # sequences of text, under which nothing is told apart
+SHORTEST = 16  # tokens of such a sequence
 LENGTH = "length"  # of answers, the measure that is limited up and down
 TASK_DROPS = 3  # default limit of a single task, as a multiple of the drop allowed over all items
 
@@ -63,15 +64,11 @@ class BehaviourOptions(AnswerOptions):
             raise CompressionError(
                 "--teacher-forced is of answers to prompts; name --prompts, or give --answers"
             )
-        if self.reads:
-            from compressor.divergence.evaluator import FEWEST  # which loads torch
-
-            if self.text_samples < FEWEST or self.text_length < SHORTEST:
-                raise CompressionError(
-                    f"{self.text_samples} sequences of {self.text_length} tokens tell no "
-                    f"difference; give --text-samples {FEWEST} and --text-length {SHORTEST} at the "
-                    "least"
-                )
+        if self.reads and (self.text_samples < FEWEST or self.text_length < SHORTEST):
+            raise CompressionError(
+                f"{self.text_samples} sequences of {self.text_length} tokens tell no difference; "
+                f"give --text-samples {FEWEST} and --text-length {SHORTEST} at the least"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,17 +22,17 @@ from compressor.data.chats import CHAT_COLUMNS, note_columns, read_row, untaken
 from compressor.data.documents import read_tokens
 from compressor.data.rows import source_rows
 from compressor.data.sources import WeightedSource, domain_of
-from compressor.divergence.evaluator import FEWEST, Evaluator
+from compressor.divergence.evaluator import Evaluator
 from compressor.divergence.teacher_outputs import check_base
 from compressor.errors import CompressionError, ItemError, LeftOut
 from compressor.formatting import common_prefix
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.tokenizer import check_vocabulary, first_part, load_tokenizer, render_chat
-from compressor.progress import Progress, Silent, quiet_transformers
-from compressor.quality_gate.domain_divergence import CONFIDENCE, DomainDivergence, Paired
+from compressor.progress import Progress, quiet_transformers
+from compressor.quality_gate.domain_divergence import DomainDivergence, Paired
 from compressor.quality_gate.domains import domain_divergence
 from compressor.quality_gate.endings import Markers
-from compressor.quality_gate.options import SHORTEST, BehaviourOptions, Limits
+from compressor.quality_gate.options import FEWEST, SHORTEST, BehaviourOptions, Limits
 from compressor.quality_gate.verdict import GateCondition, Verdict
 
 # figures of a domain that may have a limit
@@ -219,21 +219,20 @@ Divergence = tuple[DomainDivergence | None, DomainDivergence | None, tuple[Answe
 def measure_divergence(
     base: OpenModel,
     compressed: OpenModel,
-    texts: Sequence[EvaluationSet] = (),
-    answers: Sequence[TeacherForcedAnswer] = (),
-    stop_tokens: Mapping[str, Sequence[int]] | None = None,
-    confidence: float = CONFIDENCE,
-    progress: Progress | None = None,
+    texts: Sequence[EvaluationSet],
+    answers: Sequence[TeacherForcedAnswer],
+    stop_tokens: Mapping[str, Sequence[int]],
+    confidence: float,
+    progress: Progress,
 ) -> Divergence:
     """Compare both models on texts and answers, in one streamed pass of each.
 
     Raises `CompressionError` for models of other vocabularies or tokenizers.
     """
     check_base(compressed, base)
-    stop_tokens = stop_tokens or {}
     forced_sets, order = answer_sets(answers, base.vocabulary)
     evaluator = Evaluator(base, [*texts, *forced_sets], [*stop_tokens.values()])
-    (figures,) = evaluator.measure(compressed, progress=progress or Silent(), phase="judge")
+    (figures,) = evaluator.measure(compressed, progress=progress, phase="judge")
     named_sets = list(enumerate(evaluator.names))
     of_texts = dict(named_sets[: len(texts)])
     of_answers = dict(named_sets[len(texts) :])

@@ -11,6 +11,7 @@ from compressor.data.batches import EvaluationSet
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel, load_whole, open_model
 from compressor.model.tokenizer import load_tokenizer
+from compressor.progress import Silent
 from compressor.quality_gate.options import BehaviourOptions
 from compressor.quality_gate.teacher_forced import (
     END,
@@ -68,7 +69,7 @@ def test_texts_and_answers_have_the_figures_of_stock_models_alone(folders: tuple
         )
         for n in range(6)
     ]
-    text, by_answer, found = measure_divergence(*opened(folders), texts, answers, {END: [stop]}, 0.9)
+    text, by_answer, found = measure_divergence(*opened(folders), texts, answers, {END: [stop]}, 0.9, Silent())
     stocks = [load_whole(folder, dtype="float32") for folder in folders]
 
     @torch.no_grad()
@@ -163,8 +164,9 @@ def test_marks_are_tokens_that_end_answers_and_thinking(tokenizer: Any) -> None:
 
 def test_models_of_other_tokenizers_are_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
     zoo.save("mixtral", tmp_path / "other")
+    other = open_model(locate(str(tmp_path / "other")), "float32", "cpu")
     with pytest.raises(CompressionError, match=r"knows \d+ tokens"):
-        measure_divergence(opened(folders)[0], open_model(locate(str(tmp_path / "other")), "float32", "cpu"))
+        measure_divergence(opened(folders)[0], other, (), (), {}, 0.95, Silent())
 
 
 def test_long_texts_are_tokenised_as_far_as_positions_allow(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
