@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from compressor.document.blocks import Table, Tone, Toned
+from compressor.document.blocks import Table, Tone, Toned, Words
 from compressor.errors import CompressionError
 from compressor.quality_gate.domain_divergence import DomainDivergence
 from compressor.records import plain_json, read_as
@@ -189,7 +189,7 @@ def conditions_table(conditions: Sequence[GateCondition]) -> Table:
         "at most",
         "verdict",
     )
-    rows = []
+    rows = list[tuple[Words, ...]]()
     for condition in conditions:
         figures = (condition.base, condition.compressed)
         shown = ["-" if figure is None else f"{figure:.4f}" for figure in figures]
@@ -200,7 +200,6 @@ def conditions_table(conditions: Sequence[GateCondition]) -> Table:
             *shown,
             f"{condition.limit:g}",
             *[f"{rise:+.4f}" for rise in rises],
-            Toned(condition.verdict, *SIGNS[condition.verdict]),
         )
-        rows.append(row)
+        rows.append((*row, Toned(condition.verdict, *SIGNS[condition.verdict])))
     return Table("Conditions", columns, rows, {"of", "verdict"}, ("of", "at least"))
