@@ -191,10 +191,8 @@ def pair_endings(
 ) -> PairedItems:
     """Pair a measure by prompt and seed, the smaller model first, so that its drop is the measure's
     rise."""
-    before, after = (
-        np.array([MEASURES[name](ending) for ending in endings], dtype=float)
-        for endings in (base, smaller)
-    )
+    before = np.array([MEASURES[name](ending) for ending in base], dtype=float)
+    after = np.array([MEASURES[name](ending) for ending in smaller], dtype=float)
     return PairedItems(name, domain, "", "score", after, before, np.ones(len(base)))
 
 
@@ -204,10 +202,8 @@ def pair_lengths(base: Sequence[Ending], smaller: Sequence[Ending]) -> PairedIte
 
     An answer without a token counts as one token.
     """
-    before, after = (
-        np.array([max(ending.tokens, 1) for ending in endings], dtype=float)
-        for endings in (base, smaller)
-    )
+    before = np.array([max(ending.tokens, 1) for ending in base], dtype=float)
+    after = np.array([max(ending.tokens, 1) for ending in smaller], dtype=float)
     mean = before.mean()
     return PairedItems(LENGTH, ALL, "", "score", after / mean, before / mean, weights=before / mean)
 
