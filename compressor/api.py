@@ -42,7 +42,6 @@ from compressor.quality_gate.run import (
     read_tasks,
     run_gate,
 )
-from compressor.quality_gate.teacher_forced import check_options
 from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.recipe import (
     Recipe,
@@ -519,7 +518,7 @@ def evaluate(
     that no model is asked twice. `announce` gets what the answers can show, before any model is
     loaded. A model that `servers` name writes there, `batch_size` answers at once; of its folder
     the tokenizer is read, by default the base's."""
-    check_options(options)
+    options.check()
     prompts = PromptSet.read(options, limit)
     named = _two_sources((base, revision), (smaller, smaller_revision), servers, progress)
     writers = [writer_of(source, server, batch_size, device, dtype) for source, server in named]

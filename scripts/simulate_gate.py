@@ -18,7 +18,6 @@ from scipy.stats import norm
 
 from compressor.quality_gate.options import TASK_DROPS
 from compressor.quality_gate.statistics import (
-    at_least,
     at_most,
     freedom_of,
     holm,
@@ -71,10 +70,8 @@ def exact(lost: Array, gained: Array, items: int, margin: float) -> Tests:
     pairs, back = np.unique(
         np.stack([lost.ravel(), gained.ravel()], axis=1), axis=0, return_inverse=True
     )
-    passing, failing = (
-        np.array([test(int(b), int(c), items, margin) for b, c in pairs])
-        for test in (at_most, at_least)
-    )
+    passing = np.array([at_most(int(b), int(c), items, margin) for b, c in pairs])
+    failing = np.array([at_most(int(c), int(b), items, -margin) for b, c in pairs])
     return passing[back].reshape(lost.shape), failing[back].reshape(lost.shape)
 
 

@@ -1,31 +1,25 @@
 """`gate`: the command whose exit status lets a build fail when accuracy drops, and only then."""
 
+import logging
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
 import compressor
 from compressor.answers.options import ServerOptions
-from compressor.cli.options import (
-    GATE_OPTIONS,
-    SERVER_OPTIONS,
-    Reading,
-    Running,
-    flag,
-    listed,
-)
+from compressor.cli.options import GATE_OPTIONS, SERVER_OPTIONS, Reading, Running, flag, listed
 from compressor.cli.terminal import annotate, print_report, reporting, written_line
 from compressor.data.sources import refuse_absent_texts
 from compressor.distributed import ranks, refuse_several
 from compressor.document.terminal import show
 from compressor.errors import CompressionError
 from compressor.extras import TASKS, require
-from compressor.files import check_folder, refuse_absent
+from compressor.files import LONE_HALVES, check_folder, refuse_absent
 from compressor.formatting import joined, one_line
 from compressor.options import validated
 from compressor.quality_gate.options import DEFAULT_TASKS, DEMO_TASKS, GateOptions
@@ -33,6 +27,8 @@ from compressor.quality_gate.verdict import EXIT_STATUS, GateResult
 
 if TYPE_CHECKING:
     from compressor.quality_gate.run import PowerAnalysis
+
+logger = logging.getLogger(__name__)
 
 SHOWN = (  # by `gate --help`, others by `--help-all`
     "tasks",
@@ -286,12 +282,18 @@ def print_power(power: "PowerAnalysis") -> None:
 def summarise(result: GateResult, as_json: bool) -> None:
     """Append the report to the summary page of a GitHub job, if this is one, and its verdict to the
     job's messages."""
-    from compressor.quality_gate.report import append_summary, notice
+    from compressor.quality_gate.report import advice, gate_page, verdict_line
 
-    message = notice(result)
-    if message is not None:
-        level, text = message
+    if result.verdict != "pass":
+        level: Literal["error", "warning"] = "error" if result.verdict == "fail" else "warning"
+        text = "\n".join([verdict_line(result), *advice(result)])
         annotate(level, f"Accuracy gate of {result.compressed}", text, as_json)
-    page = os.environ.get("GITHUB_STEP_SUMMARY")
-    if page and ranks().is_first:
-        append_summary(result, Path(page))
+    path = os.environ.get("GITHUB_STEP_SUMMARY")
+    if path and ranks().is_first:
+        try:
+            with open(path, "a", encoding="utf-8", errors=LONE_HALVES) as stream:
+                stream.write(f"\n{gate_page(result)}\n")
+        except OSError as error:  # no failed gate
+            logger.warning(
+                "the gate's summary could not be appended to %s: %s", path, error.strerror
+            )

@@ -55,18 +55,15 @@ class PathwayAnswerer:
     def coverage(self) -> tuple[float, ...]:
         """Mean of `core_coverage` over the questions whose pathway was optimised; nothing if there
         are none."""
-        return (
-            tuple((self.covered / self.questions).tolist())
-            if isinstance(self.covered, Tensor)
-            else ()
-        )
+        if not isinstance(self.covered, Tensor):
+            return ()
+        return tuple((self.covered / self.questions).tolist())
 
     def run(self, item: Item) -> PlainForward:
         """Run a plain forward of an item's prompt with each of its continuations."""
         opened = self.model.opened
-        return self.model.run(
-            rows_of(item, self.tokenizer, opened.vocabulary, positions(opened.config))
-        )
+        most = positions(opened.config)
+        return self.model.run(rows_of(item, self.tokenizer, opened.vocabulary, most))
 
     def answer(self, prompt: str, continuations: Sequence[str]) -> list[tuple[float, bool]]:
         """Return the log likelihood in nats of each continuation on the optimised pathway, and True
@@ -112,37 +109,34 @@ class PathwayAnswerer:
         model."""
         model = self.model
         options = self.options
+        reference = self.reference
+        layers = [*model.layer_numbers]
+        pathway = plain.pathway[layers]
+        neighbours = list[Neighbour]()
+        weights = torch.ones(1)
         if options.optimizer == "oracle":
             right = self.run(item.alone) if item.choices else plain
-            pathway = right.pathway[[*model.layer_numbers]]
-            shift = optimised(model, pathway, [Neighbour(pathway, right)], torch.ones(1), options)
+            pathway = right.pathway[layers]
+            neighbours = [Neighbour(pathway, right)]
         else:
-            pathway = plain.pathway[[*model.layer_numbers]]
-            shift = self._by_neighbours(item, plain, pathway)
+            nearest, query, points = reference.neighbours(
+                self.embed(item, plain.rows[0]), options.neighbours, options.radius, item.prompt
+            )
+            has_line_search = options.optimizer == "kernel" and options.share is None
+            for index in nearest:
+                forward = None
+                if options.optimizer == "ngd" or has_line_search:
+                    forward = self.run(reference.items[index].alone)
+                neighbours.append(Neighbour(reference.pathways[index, layers], forward))
+            if neighbours:
+                weights = kernel_weights(options.kernel, query, points, options.bandwidth)
+        shift = torch.zeros_like(pathway)
+        if neighbours:
+            shift = optimised(model, pathway, neighbours, weights, options)
         counts = [layer.top_k for layer in model.moved_layers]
         self.covered += core_coverage(pathway, shift, pathway_logits(model, pathway), counts)
         self.questions += 1
         return shift
-
-    def _by_neighbours(self, item: Item, plain: PlainForward, pathway: Tensor) -> Tensor:
-        options = self.options
-        reference = self.reference
-        embedding = self.embed(item, plain.rows[0])
-        nearest, query, points = reference.neighbours(
-            embedding, options.neighbours, options.radius, but=item.prompt
-        )
-        if not nearest:
-            return torch.zeros_like(pathway)
-        has_line_search = options.optimizer == "kernel" and options.share is None
-        needs_loss = options.optimizer == "ngd" or has_line_search
-        neighbours = list[Neighbour]()
-        for index in nearest:
-            forward = self.run(reference.items[index].alone) if needs_loss else None
-            neighbours.append(
-                Neighbour(reference.pathways[index, [*self.model.layer_numbers]], forward)
-            )
-        weights = kernel_weights(options.kernel, query, points, options.bandwidth)
-        return optimised(self.model, pathway, neighbours, weights, options)
 
 
 def open_answering(

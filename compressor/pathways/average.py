@@ -57,41 +57,35 @@ class AveragePathway:
         The model is loaded whole, and released. Raises `CompressionError` for an architecture whose
         late layers cannot be run again by themselves."""
         try:
-            return self._average(
-                self.reference or text_reference(self.model, text, progress), progress
-            )
+            reference = self.reference or text_reference(self.model, text, progress)
+            optimizer = "oracle" if self.optimizer == OWN_ANSWER else self.optimizer
+            options = PathwayOptions(cast(Optimizer, optimizer))
+            answering = load_answering(self.model, reference, options)
+            engine = answering.model
+            items = reference.items
+            if len(items) > MOST:
+                items = tuple(random.Random(0).sample(items, MOST))
+            progress.start("optimise pathways", len(items))
+            logit_changes = list[Tensor]()
+            score_changes = list[Tensor]()
+            for item in items:
+                plain = answering.run(item.alone)
+                pathway = plain.pathway[[*engine.layer_numbers]]
+                shift = answering.shift(item.alone, plain)
+                moved = pathway_logits(engine, pathway) + shift
+                pairs = zip(moved, engine.moved_scores, strict=True)
+                rescored = [weights_of(logits, score) for logits, score in pairs]
+                logit_changes.append(shift)
+                score_changes.append(torch.stack(rescored) - pathway)
+                progress.advance("")
+            changes = as_float64(torch.stack(logit_changes))
+            mean = changes.mean(0)
+            size = float(changes.square().mean().sqrt())
+            agreement = float(mean.square().mean().sqrt()) / size if size > 0 else 0.0
+            mean_scores = as_float64(torch.stack(score_changes)).mean(0)
+            return RouterShift(mean, mean_scores, len(items), agreement)
         finally:
             self.model.partial.release("")
-
-    def _average(self, reference: ReferenceSet, progress: Progress) -> RouterShift:
-        optimizer = "oracle" if self.optimizer == OWN_ANSWER else self.optimizer
-        answering = load_answering(
-            self.model, reference, PathwayOptions(cast(Optimizer, optimizer))
-        )
-        engine = answering.model
-        items = reference.items
-        if len(items) > MOST:
-            items = tuple(random.Random(0).sample(items, MOST))
-        progress.start("optimise pathways", len(items))
-        logit_changes = list[Tensor]()
-        score_changes = list[Tensor]()
-        for item in items:
-            plain = answering.run(item.alone)
-            pathway = plain.pathway[[*engine.layer_numbers]]
-            shift = answering.shift(item.alone, plain)
-            moved = pathway_logits(engine, pathway) + shift
-            pairs = zip(moved, engine.moved_scores, strict=True)
-            rescored = [weights_of(logits, score) for logits, score in pairs]
-            logit_changes.append(shift)
-            score_changes.append(torch.stack(rescored) - pathway)
-            progress.advance("")
-        changes = as_float64(torch.stack(logit_changes))
-        mean = changes.mean(0)
-        size = float(changes.square().mean().sqrt())
-        agreement = float(mean.square().mean().sqrt()) / size if size > 0 else 0.0
-        return RouterShift(
-            mean, as_float64(torch.stack(score_changes)).mean(0), len(items), agreement
-        )
 
 
 def text_reference(

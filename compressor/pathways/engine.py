@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from compressor.answers.items import TokenRow
 from compressor.errors import CompressionError, wrap_faults
@@ -102,40 +102,6 @@ class PathwayModel:
         Raises `CompressionError` for an architecture whose late layers cannot be run again by
         themselves."""
         tokens = pad_sequence([torch.tensor(row.tokens[:-1]) for row in rows], batch_first=True)
-        logits, router_logits, early_outputs = self._observe(tokens)
-        work = len(self.opened.architecture.decoder_layers) * tokens.numel()
-        self.work += work
-        positions = list[int]()  # that are moved
-        for number, row in enumerate(rows):
-            first = number * tokens.shape[1]
-            if self.tokens == SCORED:
-                in_row: Sequence[int] = range(row.start - 1, len(row.tokens) - 1)
-            else:
-                in_row = selected(self.tokens, row.start)
-            positions += [first + position for position in in_row]
-        moved = torch.tensor(positions, device=self.opened.partial.device)
-        last = rows[0].start - 1
-        pathway = [
-            weights_of(router_logits[layer.name][last], score).cpu()
-            for layer, score in zip(self.layers, self.scores, strict=True)
-        ]
-        plain = PlainForward(
-            rows=tuple(rows),
-            tokens=tokens,
-            early_outputs=early_outputs,
-            moved=moved,
-            router_logits=tuple(router_logits[layer.name][moved] for layer in self.moved_layers),
-            pathway=torch.stack(pathway),
-            logits=logits,
-            work=work,
-        )
-        if not self._checked:
-            self._check(plain)
-        return plain
-
-    def _observe(self, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Any]]:
-        """Run tokens [B, S]: logits [B, S, V], router logits [B * S, E] by MoE layer, early decoder
-        layers' outputs."""
         calls = {layer.name: list[Tensor]() for layer in self.layers}
         choices: dict[str, tuple[Tensor, Tensor]] = {}
         early_outputs: dict[str, Any] = {}
@@ -148,40 +114,62 @@ class PathwayModel:
 
         def keep_output(decoder_layer: str, module: nn.Module, args: Any, output: Any) -> None:
             # a later layer may write into it
-            early_outputs[decoder_layer] = tree_map(_copy, output)
+            early_outputs[decoder_layer] = tree_map_only(Tensor, Tensor.clone, output)
 
         with ExitStack() as stack:
             for layer in self.layers:
                 stack.enter_context(watched(self.model, layer, partial(keep_logits, layer.name)))
                 if not self.scores:
-                    stack.enter_context(
-                        moe_hooks(self.model, layer, on_experts=partial(keep_choice, layer.name))
-                    )
+                    keep = partial(keep_choice, layer.name)
+                    stack.enter_context(moe_hooks(self.model, layer, on_experts=keep))
             for decoder_layer in self.early_layers:
-                hook = self.model.get_submodule(decoder_layer).register_forward_hook(
-                    partial(keep_output, decoder_layer)
-                )
+                module = self.model.get_submodule(decoder_layer)
+                hook = module.register_forward_hook(partial(keep_output, decoder_layer))
                 stack.callback(hook.remove)
             logits = self._forward(tokens)
         if not bool(logits.isfinite().all()):
             raise CompressionError(
                 f"{self.opened.source.label} gives logits that are not finite, so its answers "
-                "mean nothing; check its "
-                "weights, or pass --dtype float32 if they are sound"
+                "mean nothing; check its weights, or pass --dtype float32 if they are sound"
             )
         for layer in self.layers:
             if [len(call) for call in calls[layer.name]] != [tokens.numel()]:
                 raise CompressionError(
                     f"{layer.router} does not see every token once, so its tokens have no "
-                    "pathway; pathways of this "
-                    "architecture cannot be optimised"
+                    "pathway; pathways of this architecture cannot be optimised"
                 )
-        router_logits = {name: call for name, (call,) in calls.items()}
+        router_logits = [calls[layer.name][0] for layer in self.layers]
         if not self.scores:
-            self.scores = tuple(
-                find_score(router_logits[x.name], *choices[x.name]) for x in self.layers
-            )
-        return logits, router_logits, early_outputs
+            pairs = zip(self.layers, router_logits, strict=True)
+            self.scores = tuple(find_score(call, *choices[layer.name]) for layer, call in pairs)
+        positions = list[int]()  # that are moved
+        for number, row in enumerate(rows):
+            first = number * tokens.shape[1]
+            if self.tokens == SCORED:
+                in_row: Sequence[int] = range(row.start - 1, len(row.tokens) - 1)
+            else:
+                in_row = selected(self.tokens, row.start)
+            positions += [first + position for position in in_row]
+        moved = torch.tensor(positions, device=self.opened.partial.device)
+        last = rows[0].start - 1
+        pathway = []
+        for call, score in zip(router_logits, self.scores, strict=True):
+            pathway.append(weights_of(call[last], score).cpu())
+        work = len(self.opened.architecture.decoder_layers) * tokens.numel()
+        self.work += work
+        plain = PlainForward(
+            rows=tuple(rows),
+            tokens=tokens,
+            early_outputs=early_outputs,
+            moved=moved,
+            router_logits=tuple(router_logits[number][moved] for number in self.layer_numbers),
+            pathway=torch.stack(pathway),
+            logits=logits,
+            work=work,
+        )
+        if not self._checked:
+            self._check(plain)
+        return plain
 
     def again(self, plain: PlainForward, shift: Tensor) -> Tensor:
         """Return logits [B, S, V] with `shift` [L, E] added to the moved routers' logits at the
@@ -195,15 +183,16 @@ class PathwayModel:
             return flat.index_copy(0, plain.moved, target.to(flat)).reshape(product.logits.shape)
 
         with ExitStack() as stack:
-            for layer, logits, added in zip(
-                self.moved_layers, plain.router_logits, shift, strict=True
-            ):
-                target = logits + added.to(logits)
-                stack.enter_context(watched(self.model, layer, partial(set_rows, target)))
+            moved = zip(self.moved_layers, plain.router_logits, shift, strict=True)
+            for layer, logits, added in moved:
+                target = partial(set_rows, logits + added.to(logits))
+                stack.enter_context(watched(self.model, layer, target))
             # early layers return what they returned before
             for decoder_layer, output in plain.early_outputs.items():
                 module = self.model.get_submodule(decoder_layer)
-                module.forward = lambda *args, output=output, **kwargs: tree_map(_copy, output)
+                module.forward = lambda *args, output=output, **kwargs: tree_map_only(
+                    Tensor, Tensor.clone, output
+                )
                 stack.callback(module.__dict__.pop, "forward", None)
             logits = self._forward(plain.tokens)
         layers = len(self.opened.architecture.decoder_layers) - len(self.early_layers)
@@ -229,12 +218,7 @@ class PathwayModel:
         if not agree:
             raise CompressionError(
                 f"the late layers of {type(self.model).__name__} cannot be run again without the "
-                "earlier ones; "
-                "pathways of this architecture cannot be optimised"
+                "earlier ones; pathways of this architecture cannot be optimised"
             )
         self._checked = True
         self.work = work
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value

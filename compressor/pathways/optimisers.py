@@ -143,27 +143,23 @@ def optimised(
         def gradient(shift: Tensor) -> Tensor:
             return neighbours_gradient(model, pathway, shift, neighbours, weights) * movable
 
-        return descend(
-            gradient, torch.zeros_like(pathway), options.steps, options.rate, options.schedule
-        )
+        start = torch.zeros_like(pathway)
+        return descend(gradient, start, options.steps, options.rate, options.schedule)
     points = torch.stack([neighbour.pathway for neighbour in neighbours])
-
-    def shift_to(target: Tensor) -> Tensor:
-        """Return another pathway's logits of the movable experts less this one's; exact zeros where
-        both agree."""
-        return (pathway_logits(model, target) - pathway_logits(model, pathway)) * movable
-
     if options.optimizer == "mode":
         share = 0.5 if options.share is None else options.share
-        return shift_to(
-            mean_shift(pathway, points, options.kernel, options.bandwidth, share, options.steps)
-        )
-    if options.share is not None:
-        return shift_to(towards(pathway, points, weights, options.share))
-    shifts = [shift_to(towards(pathway, points, weights, share)) for share in SHARES]
-    return min(
-        shifts, key=lambda shift: neighbours_loss(model, pathway, shift, neighbours, weights)
-    )
+        moved = mean_shift(pathway, points, options.kernel, options.bandwidth, share, options.steps)
+        targets = [moved]
+    else:
+        shares = SHARES if options.share is None else (options.share,)
+        targets = [towards(pathway, points, weights, share) for share in shares]
+    # exact zeros where both pathways agree
+    logits = pathway_logits(model, pathway)
+    shifts = [(pathway_logits(model, target) - logits) * movable for target in targets]
+    if len(shifts) == 1:
+        return shifts[0]
+    losses = [neighbours_loss(model, pathway, shift, neighbours, weights) for shift in shifts]
+    return shifts[losses.index(min(losses))]
 
 
 @torch.enable_grad()

@@ -8,13 +8,11 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
-from sklearn.neighbors import NearestNeighbors
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -83,35 +81,24 @@ class ReferenceSet:
         items within it are neighbours, which may be none. Items whose prompt is `but` are left out:
         they would give an answer away."""
         query = normalize(embedding, dim=0)
-        distances, places = self._search.kneighbors(query[None].double().numpy(), len(self.items))
-        # ties: the lower index first
-        by_distance = sorted(zip(distances[0].tolist(), places[0].tolist(), strict=True))
+        points = normalize(self.embeddings)
+        # of differences, so that equal embeddings are equally far away, and the first comes first
+        distances = torch.linalg.vector_norm(points.double() - query.double(), dim=1)
         nearest = list[int]()
-        for distance, index in by_distance:
-            is_near = len(nearest) < count if radius is None else distance <= radius
+        for index in distances.argsort(stable=True).tolist():
+            is_near = len(nearest) < count if radius is None else distances[index] <= radius
             if is_near and self.items[index].prompt != but:
                 nearest.append(index)
-        return nearest, query, normalize(self.embeddings[nearest])
-
-    @cached_property
-    def _search(self) -> NearestNeighbors:
-        """The index of the items' embeddings, by trees, whose distances are exact where embeddings
-        are equal."""
-        return NearestNeighbors(algorithm="kd_tree").fit(
-            normalize(self.embeddings).double().numpy()
-        )
+        return nearest, query, points[nearest]
 
     def check(self, model: OpenModel, tokenizer: Any) -> None:
         """Refuse another model than this set's, or another tokenizer."""
         label = model.source.label
-        if (self.facts.fingerprint, self.facts.tokenizer) != (
-            model.fingerprint,
-            tokenizer_digest(tokenizer),
-        ):
+        digest = tokenizer_digest(tokenizer)
+        if self.facts.fingerprint != model.fingerprint or self.facts.tokenizer != digest:
             raise CompressionError(
                 f"the reference set is of another model ({self.facts.model}) or tokenizer than "
-                f"{label}; make one with "
-                f"`moe-compress reference {label}`"
+                f"{label}; make one with `moe-compress reference {label}`"
             )
 
 
@@ -146,9 +133,8 @@ def read_reference(folder: Path, embedding: str = OWN) -> ReferenceSet:
     if facts.embedding != embedding:
         raise CompressionError(
             f"the prompts of the reference set are embedded by {facts.embedding!r}, not "
-            f"{embedding!r}; pass "
-            f"{facts.embedding} as the embedding if you trust that model, or make the reference "
-            "set again"
+            f"{embedding!r}; pass {facts.embedding} as the embedding if you trust that model, or "
+            "make the reference set again"
         )
     items = tuple(read_items(folder / NAMES[2], strict=True))
     tensors = load_file(folder / NAMES[1])
@@ -176,12 +162,8 @@ def embedder(name: str, model: PathwayModel, trust_remote_code: bool = False) ->
         @torch.no_grad()
         def mean(item: Item, row: TokenRow) -> Tensor:
             weight: Tensor = model.model.get_input_embeddings().weight
-            return (
-                weight[torch.tensor(row.tokens[: row.start], device=weight.device)]
-                .float()
-                .mean(0)
-                .cpu()
-            )
+            prompt = torch.tensor(row.tokens[: row.start], device=weight.device)
+            return weight[prompt].float().mean(0).cpu()
 
         return mean
     try:
@@ -191,14 +173,16 @@ def embedder(name: str, model: PathwayModel, trust_remote_code: bool = False) ->
     except Exception as error:  # its loaders raise what they like
         raise CompressionError(
             f"--embedding {name} cannot be loaded ({reason_of(error)}); install "
-            "sentence-transformers with "
-            "`pip install sentence-transformers` and name one of its models, or leave --embedding "
-            "out; if it brings "
-            "code that you trust, add --trust-remote-code"
+            "sentence-transformers with `pip install sentence-transformers` and name one of its "
+            "models, or leave --embedding out; if it brings code that you trust, add "
+            "--trust-remote-code"
         ) from error
-    return lambda item, row: (
-        torch.as_tensor(sentences.encode(item.prompt), dtype=torch.float32).flatten().cpu()
-    )
+
+    def embed(item: Item, row: TokenRow) -> Tensor:
+        vector = torch.as_tensor(sentences.encode(item.prompt), dtype=torch.float32)
+        return vector.flatten().cpu()
+
+    return embed
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,8 +252,7 @@ def build_reference(
     if not right_items:
         raise CompressionError(
             f"{opened.source.label} answers none of {len(questions)} items right, so there is "
-            "nothing to learn from; "
-            "give it easier items, or more of them"
+            "nothing to learn from; give it easier items, or more of them"
         )
     facts = ReferenceFacts(
         model=opened.source.label,
@@ -281,12 +264,9 @@ def build_reference(
         embedding=embedding,
         asked=len(questions),
     )
-    reference = ReferenceSet(
-        facts, tuple(right_items), torch.stack(embeddings), torch.stack(pathways)
-    )
-    return reference, tuple(
-        TaskAccuracy(task, len(right), sum(right)) for task, right in results.items()
-    )
+    tensors = torch.stack(embeddings), torch.stack(pathways)
+    asked = tuple(TaskAccuracy(task, len(right), sum(right)) for task, right in results.items())
+    return ReferenceSet(facts, tuple(right_items), *tensors), asked
 
 
 def reference(
@@ -335,20 +315,15 @@ def reference(
 def reference_blocks(facts: ReferenceFacts, asked: Sequence[TaskAccuracy]) -> tuple[Block, ...]:
     """Return a table of the items of each task and of those answered right, and how they are
     kept."""
-    rows = tuple(
-        (task.task or "-", f"{task.items:,}", f"{task.right:,}", share(task.right, task.items))
-        for task in asked
+    rows = []
+    for task in asked:
+        right = share(task.right, task.items)
+        rows.append((task.task or "-", f"{task.items:,}", f"{task.right:,}", right))
+    how = facts.embedding
+    if how == OWN:
+        how = "the mean of the model's own token embeddings"
+    sentence = (
+        f"Each is kept with its pathway through {counted(len(facts.layers), 'MoE layer')} of "
+        f"{facts.experts} experts, and embedded by {how}."
     )
-    how = (
-        "the mean of the model's own token embeddings"
-        if facts.embedding == OWN
-        else facts.embedding
-    )
-    return (
-        Table(f"Items that {facts.model} answers right", COLUMNS, rows),
-        Text(
-            f"Each is kept with its pathway through {counted(len(facts.layers), 'MoE layer')} of "
-            f"{facts.experts} "
-            f"experts, and embedded by {how}."
-        ),
-    )
+    return Table(f"Items that {facts.model} answers right", COLUMNS, rows), Text(sentence)

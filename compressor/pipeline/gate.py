@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from compressor.answers.generation import StockGenerator
 from compressor.answers.lm_eval_run import plan_evaluation
 from compressor.answers.scores import REPORT
 from compressor.answers.tasks import EvaluationTask
@@ -21,11 +22,11 @@ from compressor.quality_gate.run import (
     GateRequest,
     PowerAnalysis,
     asked_forms,
-    check_readings,
     passable,
     read_tasks,
     run_gate,
 )
+from compressor.quality_gate.teacher_forced import read_all
 from compressor.quality_gate.verdict import GateResult, gate_content
 from compressor.recipe.recipe import MONE, SAFETENSORS, Recipe
 from compressor.run_record import request_key, write_cached
@@ -111,7 +112,8 @@ def prepare_gate(source: ModelSource, request: GateRequest) -> PreparedGate:
     passable(power)
     if request.baseline is None:
         plan_evaluation(source, tasks, request.evaluation, request.cache)
-    check_readings(source, request)
+    if request.options.reads:
+        read_all(StockGenerator(source, request.device, request.dtype), request.options)
     with dated(request.date):  # an output has its base's tokenizer
         asked = asked_forms(source, source, tasks, request)
     return PreparedGate(source, request, tasks, replace(power, asked=asked))

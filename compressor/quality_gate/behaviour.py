@@ -23,7 +23,7 @@ from compressor.answers.generation import (
 )
 from compressor.answers.lm_eval_run import fits_whole
 from compressor.answers.options import GenerationOptions
-from compressor.answers.prompts import Prompt
+from compressor.answers.prompts import Prompt, tokens_of
 from compressor.errors import CompressionError
 from compressor.formatting import counted
 from compressor.model.opened import open_model
@@ -33,13 +33,14 @@ from compressor.prompt_date import date_facts
 from compressor.quality_gate.domain_divergence import DomainDivergence
 from compressor.quality_gate.endings import (
     Ending,
+    Markers,
     Rate,
-    endings_of,
+    ending_of,
     pair_endings,
     pair_lengths,
     rates,
 )
-from compressor.quality_gate.options import LENGTH, BehaviourOptions, Limits
+from compressor.quality_gate.options import LENGTH, BehaviourOptions, GateOptions, Limits
 from compressor.quality_gate.statistics import (
     POWER,
     advise,
@@ -51,12 +52,11 @@ from compressor.quality_gate.statistics import (
 )
 from compressor.quality_gate.teacher_forced import (
     AnswerDivergence,
-    TeacherForcedDivergence,
+    TeacherForcedAnswer,
     divergence_conditions,
     measure_divergence,
     read_all,
     stop_tokens_of,
-    teacher_forced,
 )
 from compressor.quality_gate.verdict import GateCondition
 from compressor.records import plain_json
@@ -128,10 +128,8 @@ def shown_sentence(answers: int, confidence: float) -> str:
     least, some = (shown_by(answers, flips, alpha) for flips in (0.0, 0.02))
     return (
         f"{counted(answers, 'answer')} of each model can show, with confidence "
-        f"{100 * confidence:g}%, that loops or "
-        f"missed ends rise by no more than {least:.2g} where no answer changes in that, and than "
-        f"{some:.2g} with "
-        f"probability {POWER:g} where 2% do."
+        f"{100 * confidence:g}%, that loops or missed ends rise by no more than {least:.2g} where "
+        f"no answer changes in that, and than {some:.2g} with probability {POWER:g} where 2% do."
     )
 
 
@@ -144,38 +142,27 @@ def compare_answers(
     confidence: float,
 ) -> Written:
     """Compare both models' answers to all requests, given the tokenizers of both."""
-    requests = prompts.requests
-    endings = []
+    endings = list[list[Ending]]()
     for tokenizer, answers in zip(tokenizers, (base, smaller), strict=True):
-        endings.append(endings_of(requests, answers, tokenizer, options.chat))
+        markers = Markers.of(tokenizer)
+        endings.append([])
+        for (prompt, _), answer in zip(prompts.requests, answers, strict=True):
+            before = ""
+            if markers.thinking:
+                before = str(tokenizer.decode(tokens_of(prompt, tokenizer, options.chat)))
+            endings[-1].append(ending_of(answer, prompt, markers, tokenizer, before))
     pairs = []
-    for (prompt, seed), *answers_and_endings in zip(requests, base, smaller, *endings, strict=True):
-        pairs.append(AnswerPair(prompt, seed, *answers_and_endings))
-    domains = [prompt.domain for prompt, _ in requests]
+    for (prompt, seed), *both in zip(prompts.requests, base, smaller, *endings, strict=True):
+        pairs.append(AnswerPair(prompt, seed, *both))
+    asked = options.facts("max_new_tokens", "temperature", "top_p", "seed", "chat")
+    domains = [pair.prompt.domain for pair in pairs]
     return Written(
-        prompts=len(prompts.prompts),
-        seeds=prompts.options.seeds,
-        options={
-            **options.facts("max_new_tokens", "temperature", "top_p", "seed", "chat"),
-            **date_facts(templates_of(tokenizers[0])),
-        },
-        rates=rates(domains, endings[0], endings[1], confidence),
-        pairs=tuple(pairs),
+        len(prompts.prompts),
+        prompts.options.seeds,
+        {**asked, **date_facts(templates_of(tokenizers[0]))},
+        rates(domains, endings[0], endings[1], confidence),
+        tuple(pairs),
     )
-
-
-def _check_ends(answers: Sequence[Answer], base: str, most: int, judged: bool) -> None:
-    """Warn where most of the base's answers are cut off; refuse to judge ends where all are: none
-    can be missed."""
-    missed = sum(answer.ended != "end" for answer in answers)
-    message = f"{missed:,} of {len(answers):,} answers of {base} do not end within {most:,} tokens"
-    hint = "raise --max-new-tokens, or ask as the model was taught (--chat)"
-    if judged and missed == len(answers):
-        raise CompressionError(
-            f"{message}, so no end can be missed; {hint}, or judge loops alone: --max-missed-rise 1"
-        )
-    if 2 * missed > len(answers):
-        logger.warning("%s, so little can be said of ends; %s", message, hint)
 
 
 def written_conditions(
@@ -191,9 +178,7 @@ def written_conditions(
         if name == LENGTH:
             tasks.append(measure_change(pair_lengths(base, smaller), limit, alpha))
             continue
-        pairs = pair_endings(name, base, smaller)
-        assert pairs is not None, "every answer loops and ends, or does not"
-        tasks.append(measure(pairs, limit, alpha, True))
+        tasks.append(measure(pair_endings(name, base, smaller), limit, alpha, True))
     failing = holm(np.array([task.p_fail for task in tasks]))
     conditions = []
     for task, p_fail in zip(tasks, failing.tolist(), strict=True):
@@ -251,6 +236,7 @@ def evaluate_behaviour(
         answers = [*given_answers]
     written = None
     conditions = tuple[GateCondition, ...]()
+    gate = options if isinstance(options, GateOptions) else None
     if prompts is not None:
         forced = options.teacher_forced
         if reads_written and stock is not None and not forced:
@@ -267,41 +253,53 @@ def evaluate_behaviour(
         requests = prompts.requests
         base_answers = answer_all(base, requests, generation, cache, progress)
         if not forced:
-            limits = options.answer_limits
-            _check_ends(
-                base_answers, base.label, generation.max_new_tokens, "missed ends" in limits
+            limits = gate.answer_limits if gate else {}
+            missed = sum(answer.ended != "end" for answer in base_answers)
+            message = (
+                f"{missed:,} of {len(base_answers):,} answers of {base.label} do not end within "
+                f"{generation.max_new_tokens:,} tokens"
             )
+            hint = "raise --max-new-tokens, or ask as the model was taught (--chat)"
+            if "missed ends" in limits and missed == len(base_answers):
+                raise CompressionError(
+                    f"{message}, so no end can be missed; {hint}, or judge loops alone: "
+                    "--max-missed-rise 1"
+                )
+            if 2 * missed > len(base_answers):
+                logger.warning("%s, so little can be said of ends; %s", message, hint)
             smaller_answers = answer_all(smaller, requests, generation, cache, progress)
-            tokenizers = [tokenizer for tokenizer, _ in opened]
             written = compare_answers(
-                prompts, generation, tokenizers, base_answers, smaller_answers, confidence
+                prompts,
+                generation,
+                [tokenizer for tokenizer, _ in opened],
+                base_answers,
+                smaller_answers,
+                confidence,
             )
             conditions = written_conditions(written, limits, confidence)
         if stock is not None and (forced or reads_written):
             tokenizer, _ = opened[0]
             for (prompt, _), answer in zip(requests, base_answers, strict=True):
-                answers.append(teacher_forced(prompt, answer, tokenizer, options.chat))
-    divergence = TeacherForcedDivergence()
+                before = tokens_of(prompt, tokenizer, options.chat)
+                answers.append(
+                    TeacherForcedAnswer(
+                        prompt.id, prompt.domain, before, answer.tokens, answer.seed
+                    )
+                )
+    text = given = None
+    each = tuple[AnswerDivergence, ...]()
     if stock is not None and (texts or answers):
         stop_tokens = {}
         if answers:
             tokenizer, facts = base.opened()
             stop_tokens = stop_tokens_of(tokenizer, facts.stops)
         compressed = open_model(stock[1].source, stock[1].dtype, stock[1].device)
-        divergence = measure_divergence(
+        text, given, each = measure_divergence(
             model, compressed, texts, answers, stop_tokens, confidence, progress
         )
-    conditions += divergence_conditions(divergence, options.divergence_limits, confidence)
-    return Behaviour(
-        base.label,
-        smaller.label,
-        confidence,
-        written,
-        divergence.text,
-        divergence.answers,
-        divergence.each,
-        conditions,
-    )
+    if gate:
+        conditions += divergence_conditions(text, given, gate.divergence_limits, confidence)
+    return Behaviour(base.label, smaller.label, confidence, written, text, given, each, conditions)
 
 
 def stock_pair(
@@ -314,7 +312,6 @@ def stock_pair(
     if options.reads:
         raise CompressionError(
             "a server does not show what reading takes, the probabilities of all tokens; name two "
-            "checkpoints, or "
-            "leave out --text, --answers and --teacher-forced"
+            "checkpoints, or leave out --text, --answers and --teacher-forced"
         )
     return None

@@ -13,10 +13,9 @@ TOGETHER = "all together"
 MEASURES: Mapping[str, str] = {"loss": "loss", "kl": "KL from the base"}
 LEGEND = (
     "Loss and KL (of the base's next-token distribution to the smaller model's) are in nats per "
-    "token; flips is the "
-    "share of positions whose greedy token is not the base's. In brackets: one-sided bounds of "
-    "the difference from the "
-    "base, paired by sequence, each with confidence {confidence:g}%."
+    "token; flips is the share of positions whose greedy token is not the base's. In brackets: "
+    "one-sided bounds of the difference from the base, paired by sequence, each with confidence "
+    "{confidence:g}%."
 )
 END_COLUMNS = (
     "domain",
@@ -30,8 +29,8 @@ END_COLUMNS = (
 )
 LEGEND_OF_ENDS = (
     " Both models read the base's own answers. At the end: the mean probability of the token that "
-    "ends an answer, or "
-    "its thinking, where the base's answer has it; elsewhere: at all other tokens of the answers."
+    "ends an answer, or its thinking, where the base's answer has it; elsewhere: at all other "
+    "tokens of the answers."
 )
 
 
@@ -88,8 +87,8 @@ class DegradedDomain:
         verb = "rises by" if self.measure == "loss" else "is"
         return (
             f"The domain {self.domain} is degraded: its {MEASURES[self.measure]} {verb} "
-            f"{self.change:.3g} nats per "
-            f"token, more than {TIMES:g} times the mean of the other domains, {self.others:.3g}."
+            f"{self.change:.3g} nats per token, more than {TIMES:g} times the mean of the other "
+            f"domains, {self.others:.3g}."
         )
 
 
@@ -117,15 +116,12 @@ class DomainDivergence:
 def heldout_blocks(divergence: DomainDivergence) -> list[Block]:
     """Return a sentence on a run's held-out text, and a table where it has several sources."""
     loss, rise, kl, flips = overall_words(divergence.overall)
-    blocks: list[Block] = [
-        Text(
-            f"Held-out text ({divergence.overall.sequences:,} sequences): loss of the base and of "
-            f"the output {loss} "
-            f"({rise}) nats per token, KL from the base {kl}, another greedy token at {flips} of "
-            "positions "
-            "(±: 95% interval)"
-        )
-    ]
+    sentence = (
+        f"Held-out text ({divergence.overall.sequences:,} sequences): loss of the base and of the "
+        f"output {loss} ({rise}) nats per token, KL from the base {kl}, another greedy token at "
+        f"{flips} of positions (±: 95% interval)"
+    )
+    blocks: list[Block] = [Text(sentence)]
     if divergence.together is not None:
         blocks += divergence_blocks(divergence, "Held-out text by source, compared with the base")
     if divergence.note:
@@ -141,7 +137,7 @@ def overall_words(row: DomainFigures) -> tuple[str, str, str, str]:
     width = -float(scipy.special.stdtrit(row.sequences - 1, 0.025))
     loss, kl, flips = row.loss, row.kl, row.flips
     return (
-        _before_and_after(loss),
+        f"{loss.base:.4f} → {loss.compressed:.4f}",
         f"{loss.change:+.4f} ± {width * loss.standard_error:.4f}",
         f"{kl.change:.4f} ± {width * kl.standard_error:.4f}",
         f"{flips.change:.1%} ± {width * flips.standard_error:.1%}",
@@ -159,7 +155,7 @@ def divergence_blocks(divergence: DomainDivergence, title: str) -> list[Block]:
                 Strong(row.domain) if row.domain in degraded else row.domain,
                 f"{row.sequences:,}",
                 f"{row.tokens:,}",
-                _before_and_after(row.loss),
+                f"{row.loss.base:.4f} → {row.loss.compressed:.4f}",
                 _change(row.loss),
                 _change(row.kl, sign=""),
                 _change(row.flips, 100, "", "%"),
@@ -178,23 +174,16 @@ def divergence_blocks(divergence: DomainDivergence, title: str) -> list[Block]:
         ends = []
         for row in divergence.rows:
             figures = row.stop_tokens[index]
-            ends.append(
-                (row.domain, f"{figures.count:,}", *_both(figures.here), *_both(figures.elsewhere))
-            )
+            cells = [row.domain, f"{figures.count:,}"]
+            for pair in (figures.here, figures.elsewhere):
+                if pair is None:
+                    cells += ["-", "-", "-"]
+                else:
+                    cells += [f"{pair.base:.4f}", f"{pair.compressed:.4f}", _change(pair)]
+            ends.append(tuple(cells))
         caption = f"Probability of the token that ends {stop_tokens.name}"
         blocks.append(Table(caption, END_COLUMNS, ends, {"domain"}, ("ends",), ruled))
     return [*blocks, Text(legend)]
-
-
-def _both(pair: Paired | None) -> tuple[str, str, str]:
-    """Return a figure of the base, of the smaller model, and its change."""
-    if pair is None:
-        return "-", "-", "-"
-    return f"{pair.base:.4f}", f"{pair.compressed:.4f}", _change(pair)
-
-
-def _before_and_after(pair: Paired) -> str:
-    return f"{pair.base:.4f} → {pair.compressed:.4f}"
 
 
 def _change(pair: Paired, scale: float = 1.0, sign: str = "+", unit: str = "") -> str:

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from compressor.answers.generation import Answer, GenerationRequest
-from compressor.answers.prompts import Prompt, tokens_of
+from compressor.answers.generation import Answer
+from compressor.answers.prompts import Prompt
 from compressor.quality_gate.options import LENGTH
 from compressor.quality_gate.statistics import PairedItems, measure
 
@@ -117,34 +117,19 @@ def ending_of(
     last = tokens[-WINDOW:]
     varied = len(last) >= LEAST_WINDOW and repeated_share(last) > 1 - DISTINCT
     whole = before + answer.text
-    thinking = any(
-        whole.rfind(opening) > whole.rfind(closing) for opening, closing in markers.thinking
-    )
+    is_open = [whole.rfind(opening) > whole.rfind(closing) for opening, closing in markers.thinking]
+    calls = None
+    if markers.calls or markers.has_tools:
+        calls = broken(answer.text, markers, prompt.tools)
     return Ending(
         ended=answer.ended == "end",
         looped=start is not None or varied,
         loop_start=letters,
         tokens=len(tokens),
         repeated=repeated_share(tokens),
-        open_thinking=thinking if markers.thinking else None,
-        broken_calls=broken(answer.text, markers, prompt.tools)
-        if markers.calls or markers.has_tools
-        else None,
+        open_thinking=any(is_open) if is_open else None,
+        broken_calls=calls,
     )
-
-
-def endings_of(
-    requests: Sequence[GenerationRequest], answers: Sequence[Answer], tokenizer: Any, chat: bool
-) -> list[Ending]:
-    """Measure a model's answers to these requests."""
-    markers = Markers.of(tokenizer)
-    endings = []
-    for (prompt, _), answer in zip(requests, answers, strict=True):
-        before = (
-            str(tokenizer.decode(tokens_of(prompt, tokenizer, chat))) if markers.thinking else ""
-        )
-        endings.append(ending_of(answer, prompt, markers, tokenizer, before))
-    return endings
 
 
 def broken(text: str, markers: Markers, tools: Any = None) -> bool:
@@ -163,15 +148,13 @@ def broken(text: str, markers: Markers, tools: Any = None) -> bool:
         contents.append(content)
     if tools and not contents:
         contents = [text]
-    return any(content.strip()[:1] in ("{", "[") and not _is_json(content) for content in contents)
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
+    for content in contents:
+        if content.strip()[:1] in ("{", "["):
+            try:
+                json.loads(content)
+            except (ValueError, RecursionError):
+                return True
+    return False
 
 
 MEASURES: Mapping[str, Callable[[Ending], float | bool | None]] = {
@@ -205,25 +188,12 @@ class Rate:
 
 def pair_endings(
     name: str, base: Sequence[Ending], smaller: Sequence[Ending], domain: str = ALL
-) -> PairedItems | None:
+) -> PairedItems:
     """Pair a measure by prompt and seed, the smaller model first, so that its drop is the measure's
-    rise.
-
-    None if an answer lacks it.
-    """
-    before = [MEASURES[name](ending) for ending in base]
-    after = [MEASURES[name](ending) for ending in smaller]
-    if None in before or None in after:
-        return None
-    return PairedItems(
-        task=name,
-        metric=domain,
-        version="",
-        kind="score",
-        base=np.array(after, dtype=float),
-        compressed=np.array(before, dtype=float),
-        weights=np.ones(len(base)),
-    )
+    rise."""
+    before = np.array([MEASURES[name](ending) for ending in base], dtype=float)
+    after = np.array([MEASURES[name](ending) for ending in smaller], dtype=float)
+    return PairedItems(name, domain, "", "score", after, before, np.ones(len(base)))
 
 
 def pair_lengths(base: Sequence[Ending], smaller: Sequence[Ending]) -> PairedItems:
@@ -253,10 +223,9 @@ def rates(
         before = [base[index] for index in indices]
         after = [smaller[index] for index in indices]
         for name in MEASURES:
-            pairs = pair_endings(name, before, after, domain)
-            if pairs is None:
+            if any(MEASURES[name](ending) is None for ending in (*before, *after)):
                 continue
-            task = measure(pairs, 0.0, 1 - confidence, True)
+            task = measure(pair_endings(name, before, after, domain), 0.0, 1 - confidence, True)
             rate = Rate(
                 measure=name,
                 domain=domain,

@@ -16,6 +16,8 @@ from compressor.options import one_or_several, separated
 MAX_LOOP_RISE = 0.01  # default share of answers, where prompts are named and no limit
 # default where prompts are named, no other limit is larger, and none is given
 MAX_LENGTH_CHANGE = 0.1
+FEWEST = 8  # sequences of text, under which nothing is told apart
+SHORTEST = 16  # tokens of such a sequence
 LENGTH = "length"  # of answers, the measure that is limited up and down
 TASK_DROPS = 3  # default limit of a single task, as a multiple of the drop allowed over all items
 
@@ -56,21 +58,16 @@ class BehaviourOptions(AnswerOptions):
         """True if both models read text or the base's answers."""
         return bool(self.text or self.answers or self.teacher_forced)
 
-    @property
-    def answer_limits(self) -> Limits:
-        """Limits on written answers."""
-        return {}
-
-    @property
-    def divergence_limits(self) -> Limits:
-        """Limits on each domain of text and of the base's answers."""
-        return {}
-
     def check(self) -> None:
         super().check()
         if self.teacher_forced and not self.prompts:
             raise CompressionError(
                 "--teacher-forced is of answers to prompts; name --prompts, or give --answers"
+            )
+        if self.reads and (self.text_samples < FEWEST or self.text_length < SHORTEST):
+            raise CompressionError(
+                f"{self.text_samples} sequences of {self.text_length} tokens tell no difference; "
+                f"give --text-samples {FEWEST} and --text-length {SHORTEST} at the least"
             )
 
 
@@ -161,6 +158,7 @@ class GateOptions(BehaviourOptions, TaskOptions):
 
     @property
     def answer_limits(self) -> Limits:
+        """Limits on written answers."""
         if not self.writes:
             return {}
         loop_rise = self.max_loop_rise
@@ -180,6 +178,7 @@ class GateOptions(BehaviourOptions, TaskOptions):
 
     @property
     def divergence_limits(self) -> Limits:
+        """Limits on each domain of text and of the base's answers."""
         limits: Limits = {}
         if self.max_flips is not None:
             limits["flips"] = ("--max-flips", self.max_flips)

@@ -12,22 +12,20 @@ import logging
 import math
 import sys
 import zipfile
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Self
 
 from compressor.answers.scores import HASH_DIGITS, AnsweredItem, ItemScores, Kind
 from compressor.errors import CompressionError, wrap_faults
 from compressor.extras import require
 from compressor.files import json_object
 from compressor.formatting import human_bytes, joined
-from compressor.quality_gate.anomalies import find_anomalies
 from compressor.quality_gate.options import GateOptions
-from compressor.quality_gate.statistics import POOLED, judge, overall
-from compressor.quality_gate.verdict import GateCondition, GateResult, TaskGate
+from compressor.quality_gate.statistics import POOLED, conclude, judge
+from compressor.quality_gate.verdict import GateCondition, GateResult
 from compressor.records import read_as, value_as
 from compressor.run_record import versions
 
@@ -41,8 +39,7 @@ ZSTANDARD = 93  # zipfile's number of it, which Python reads from 3.14 on
 PATTERNS = ("samples_*.jsonl", "*.eval", "*eval_results.json", "*.csv", "*.json")
 KNOWN = (
     "name lm-eval's samples_*.jsonl (of --log_samples), EvalPlus's *eval_results.json, inspect's "
-    ".eval or JSON log, or "
-    "CSV with the columns item and score"
+    ".eval or JSON log, or CSV with the columns item and score"
 )
 LIKELIHOODS = {
     "perplexity",
@@ -66,62 +63,22 @@ SAMPLING = (
 LIMITS = ("epochs", "message_limit", "token_limit")
 CUT = ("max_tokens", "model_length")  # inspect's reasons to stop
 UNNAMED = "items"  # a task whose file does not name it
-NOT_HELD = "not held"  # among settings: what a file does not tell of how a model was asked
-UNANSWERED = "items without an answer"  # of which some have one of another epoch
-WORDS = {
-    "c": 1.0,
-    "p": 0.5,
-    "i": 0.0,
-    "n": 0.0,
-    "pass": 1.0,
-    "fail": 0.0,
-    "timeout": 0.0,
-    "error": 0.0,
-}
-WORDS |= {"true": 1.0, "false": 0.0, "yes": 1.0, "no": 0.0}
+RIGHT = ("c", "pass", "true", "yes")
+WRONG = ("i", "n", "fail", "timeout", "error", "false", "no")
+WORDS = {"p": 0.5, **dict.fromkeys(RIGHT, 1.0), **dict.fromkeys(WRONG, 0.0)}
 
-Settings = dict[str, Any]  # under which a model was evaluated, as far as they are recorded
+Json = Mapping[str, Any]  # an object
 Key = tuple[str, str, Kind]  # a task with its metric
 Answers = Mapping[str, Sequence[AnsweredItem]]  # to one task, by item
-Pairs = Mapping[Key, tuple[ItemScores, ItemScores]]
-
-
-class Answer(NamedTuple):
-    """An answer as it was recorded."""
-
-    task: str
-    metric: str
-    item: AnsweredItem
-    kind: Kind = "score"
+Sides = tuple[list[ItemScores], list[ItemScores]]  # the base's scores by task, and the other's
 
 
 @dataclass(frozen=True, slots=True)
-class InspectScore:
-    """A scorer's value of a sample."""
+class EvalPlusSample:
+    """What the tests of EvalPlus say of one answer."""
 
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class InspectMessage:
-    """A message between user, tools and model."""
-
-    role: str
-    content: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class InspectChoice:
-    """An answer's end."""
-
-    stop_reason: str = "unknown"
-
-
-@dataclass(frozen=True, slots=True)
-class InspectOutput:
-    """The answers to the last message."""
-
-    choices: tuple[InspectChoice, ...] = ()
+    base_status: str
+    plus_status: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,43 +89,26 @@ class InspectSample:
     input: Any = ""
     choices: Any = None
     target: Any = None
-    scores: Mapping[str, InspectScore] | None = None
+    scores: Mapping[str, Json] | None = None
     error: Any = None
-    messages: tuple[InspectMessage, ...] = ()
-    output: InspectOutput | None = None
+    messages: tuple[Json, ...] = ()
+    output: Json | None = None
 
-    @property
-    def content(self) -> str:
-        """Hash of question, choices and target, without the random names of messages."""
+    def item(self, score: float) -> AnsweredItem:
+        """Return the item, with hashes of its content and of the messages before an answer."""
         question = self.input
-        if isinstance(question, list):
+        if isinstance(question, list):  # without the random names of messages
             question = [message.get("content") for message in question if isinstance(message, dict)]
-        return _hash([question, self.choices, self.target])
-
-    @property
-    def prompt(self) -> str:
-        """Hash of the messages before the first answer; empty if there are none."""
+        content = _hash([question, self.choices, self.target])
         asked = []
         for message in self.messages:
-            if message.role == "assistant":
+            if message.get("role") == "assistant":
                 break
-            asked.append([message.role, message.content])
-        return _hash(asked) if asked else ""
-
-    @property
-    def cut(self) -> float | None:
-        """1 if the answer reached the token limit, 0 if not, None if the log does not say."""
-        if self.output is None or not self.output.choices:
-            return None
-        return float(self.output.choices[0].stop_reason in CUT)
-
-
-@dataclass(frozen=True, slots=True)
-class EvalPlusSample:
-    """What the tests of EvalPlus say of one answer."""
-
-    base_status: str
-    plus_status: str | None = None
+            asked.append([message.get("role"), message.get("content")])
+        prompt = _hash(asked) if asked else ""
+        choices = (self.output or {}).get("choices")
+        cut = float(choices[0].get("stop_reason") in CUT) if choices else None
+        return AnsweredItem(str(self.id), score, 1.0, content, prompt, cut)
 
 
 def gate_results(
@@ -184,73 +124,85 @@ def gate_results(
 
     Raises `CompressionError` for files of no known form, and where items, prompts or settings are
     not the same."""
-    before, settings = read_results(base, tasks, metric)
-    after, other_settings = read_results(compressed, tasks, metric)
-    unheld = sorted(settings.pop(NOT_HELD) | other_settings.pop(NOT_HELD))
-    neither = sorted(settings.pop(UNANSWERED) & other_settings.pop(UNANSWERED))
-    for name, value in settings.items():
-        other = other_settings.get(name, value)
+    before = Results.read(base, tasks, metric)
+    after = Results.read(compressed, tasks, metric)
+    for name, value in before.settings.items():
+        other = after.settings.get(name, value)
         if other != value:
             raise CompressionError(
                 f"{name} is {value} in {base} and {other} in {compressed}; evaluate both models "
                 "alike"
             )
-    pairs = dict[Key, tuple[ItemScores, ItemScores]]()
-    worst = dict[Key, tuple[ItemScores, ItemScores]]()
-    for key in {**before, **after}:
-        task, name, kind = key
-        first, second = before.get(key, {}), after.get(key, {})
-        scores = ItemScores(task, name, str(settings.get(f"version of {task}") or ""), kind, ())
-        ids = first.keys() & second.keys()
-        pair = replace(scores, items=_means(first, ids)), replace(scores, items=_means(second, ids))
-        refuse_others(*pair, f"{task}, {base} and {compressed}")
-        if ids:
-            pairs[key] = pair
-        completed = worst_case(first, second)
-        worst[key] = replace(scores, items=completed[0]), replace(scores, items=completed[1])
-    paired = sum(len(scores.items) for scores, _ in pairs.values())
-    lacking = _find_unanswered([(base, before), (compressed, after)], paired)
-    rows, pooled = _judge(pairs, options)
-    conditions = (
-        _worst_conditions(_judge(worst, options), rows, pooled, lacking) if any(lacking) else ()
-    )
-    anomalies = find_anomalies(rows, [first for first, _ in pairs.values()], {}, {})
-    notes = [f"Not compared, since the files do not hold it: {joined(unheld)}."] if unheld else []
-    if neither:
-        more = f" and {len(neither) - NAMED:,} more" if len(neither) > NAMED else ""
-        notes.append(
-            f"Left out, since neither model has an answer: {', '.join(neither[:NAMED])}{more}."
+    pairs, worst, lacking = _pair(before, after)
+    paired = sum(len(scores.items) for scores in pairs[0])
+    parts = []
+    lone = 0
+    for model in (before, after):
+        total = sum(map(len, model.tasks.values()))
+        lone += total - paired
+        shown_tasks = joined([f"{task} ({metric})" for task, metric, _ in model.tasks])
+        parts.append(f"{total - paired:,} of {total:,} items of {model.path}, {shown_tasks},")
+    message = f"{joined(parts)} have no partner in the other results"
+    if lone > MOST_UNPAIRED * (lone + paired):
+        raise CompressionError(
+            f"{message}, more than {MOST_UNPAIRED:.0%} of all; evaluate both models on the same "
+            "items, or name the tasks to compare as --tasks"
         )
-    return GateResult(
-        verdict=overall([*rows, *([] if pooled is None else [pooled])], conditions, anomalies),
+    if lone:
+        logger.warning("%s; the %s that have one are compared", message, f"{paired:,}")
+    judgement = judge(*pairs, options)
+    conditions = []
+    if any(lacking):
+        named = []
+        for side, names in zip(("base", "compressed model"), lacking, strict=True):
+            if names:
+                named.append(f"of the {side} {_listed(names)}")
+        advice = f"these items lack an answer: {joined(named)}; have them answered"
+        compared = [(row.task, row.metric, row.items, row.drop) for row in judgement.rows]
+        for row in judge(*worst, options).rows:
+            if row.decides and (row.task, row.metric, row.items, row.drop) not in compared:
+                where = "over all items" if row.task == POOLED else f"on {row.task}"
+                is_score = row.kind == "score"  # nothing is the worst of a likelihood
+                condition = GateCondition(
+                    name=f"drop {where} with missing answers at their worst",
+                    option="--max-drop",
+                    limit=row.max_drop,
+                    observed=row.drop,
+                    lower=row.lower,
+                    upper=row.upper if is_score else math.inf,
+                    items=row.items,
+                    unit="items",
+                    verdict="pass" if row.verdict == "pass" and is_score else "inconclusive",
+                    base=row.base,
+                    compressed=row.compressed,
+                    advice=advice,
+                )
+                conditions.append(condition)
+    notes = []
+    unheld = sorted(before.unheld | after.unheld)
+    if unheld:
+        notes.append(f"Not compared, since the files do not hold it: {joined(unheld)}.")
+    neither = sorted(before.unanswered & after.unanswered)
+    if neither:
+        notes.append(f"Left out, since neither model has an answer: {_listed(neither)}.")
+    unanswered = dict(zip(("base", "compressed"), lacking, strict=True))
+    return conclude(
+        judgement,
+        pairs[0],
+        options,
+        tuple(conditions),
         base=str(base),
         compressed=str(compressed),
-        max_drop=options.max_drop,
-        max_task_drop=options.task_drop,
-        confidence=options.confidence,
-        pooled=pooled,
-        tasks=rows,
-        options={
-            "paired": paired,
-            "unanswered": dict(zip(("base", "compressed"), lacking, strict=True)),
-        },
+        options={"paired": paired, "unanswered": unanswered},
         versions=versions(("moe-compressor",)),
-        conditions=conditions,
-        anomalies=anomalies,
         notes=tuple(notes),
     )
 
 
-def _judge(pairs: Pairs, options: GateOptions) -> tuple[tuple[TaskGate, ...], TaskGate | None]:
-    """Judge tasks and their pool, in which a problem of EvalPlus counts once, by all of its
-    tests."""
-    margins = options.max_drop, options.task_drop, options.confidence
-    pool = [pair for (task, *more), pair in pairs.items() if (f"{task}+", *more) not in pairs]
-    base, compressed = zip(*pairs.values(), strict=True)
-    rows, _ = judge(base, compressed, *margins)
-    base, compressed = zip(*pool, strict=True)
-    _, pooled = judge(base, compressed, *margins)
-    return rows, pooled
+def _listed(items: Sequence[str]) -> str:
+    """Return the first names of items, and how many more there are."""
+    more = f" and {len(items) - NAMED:,} more" if len(items) > NAMED else ""
+    return f"{', '.join(items[:NAMED])}{more}"
 
 
 def _means(answers: Answers, ids: Iterable[str]) -> tuple[AnsweredItem, ...]:
@@ -264,66 +216,41 @@ def _means(answers: Answers, ids: Iterable[str]) -> tuple[AnsweredItem, ...]:
     return tuple(items)
 
 
-def worst_case(
-    base: Answers, compressed: Answers
-) -> tuple[tuple[AnsweredItem, ...], tuple[AnsweredItem, ...]]:
-    """Return all items of a task, with the best score where the base and the worst where the other
-    lacks an answer.
+def _pair(before: "Results", after: "Results") -> tuple[Sides, Sides, tuple[list[str], list[str]]]:
+    """Pair two models' answers by item: scores of the items that both have answered, then of all
+    items with a missing answer at its worst, and the names of items that lack one.
 
-    Scores range from 0 to 1, or as far as the known ones do.
-    """
-    known = [item for answers in (base, compressed) for same in answers.values() for item in same]
-    low = min(0.0, *(item.score for item in known))
-    high = max(1.0 if low == 0 else 0.0, *(item.score for item in known))
-    completed = []
-    for answers, others, score in ((base, compressed, high), (compressed, base, low)):
-        full = dict[str, list[AnsweredItem]]()
-        for name in {**answers, **others}:
-            same = [*answers.get(name, ())]
-            model = (same or others[name])[0]
-            missing = len(others.get(name, ())) - len(same)
-            full[name] = same + [replace(model, score=score)] * missing
-        completed.append(_means(full, full))
-    return completed[0], completed[1]
-
-
-def _worst_conditions(
-    worst: tuple[Sequence[TaskGate], TaskGate | None],
-    rows: Sequence[TaskGate],
-    pooled: TaskGate | None,
-    lacking: tuple[Sequence[str], Sequence[str]],
-) -> tuple[GateCondition, ...]:
-    """Return the drops that decide with every missing answer at its worst; nothing is the worst of
-    a likelihood."""
-    known = {
-        (row.task, row.metric): (row.items, row.drop) for row in [*rows, *filter(None, [pooled])]
-    }
-    named = []
-    for model, names in zip(("base", "compressed model"), lacking, strict=True):
-        more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
-        named += [f"of the {model} {', '.join(names[:NAMED])}{more}"] if names else []
-    conditions = []
-    for row in [*worst[0], *filter(None, [worst[1]])]:
-        if not row.decides or known.get((row.task, row.metric)) == (row.items, row.drop):
-            continue
-        where = "over all items" if row.task == POOLED else f"on {row.task}"
-        passes = row.verdict == "pass" and row.kind == "score"
-        condition = GateCondition(
-            name=f"drop {where} with missing answers at their worst",
-            option="--max-drop",
-            limit=row.max_drop,
-            observed=row.drop,
-            lower=row.lower,
-            upper=row.upper if row.kind == "score" else math.inf,
-            items=row.items,
-            unit="items",
-            verdict="pass" if passes else "inconclusive",
-            base=row.base,
-            compressed=row.compressed,
-            advice=f"these items lack an answer: {joined(named)}; have them answered",
-        )
-        conditions.append(condition)
-    return tuple(conditions)
+    The worst is the best score of the base and the least of the other model. Scores range from 0 to
+    1, or as far as the known ones do. Raises `CompressionError` for other items or prompts."""
+    pairs: Sides = ([], [])
+    worst: Sides = ([], [])
+    lacking: tuple[list[str], list[str]] = ([], [])
+    for key in {**before.tasks, **after.tasks}:
+        task, name, kind = key
+        answers: list[Answers] = [before.tasks.get(key, {}), after.tasks.get(key, {})]
+        version = str(before.settings.get(f"version of {task}") or "")
+        scores = ItemScores(task, name, version, kind, ())
+        ids = answers[0].keys() & answers[1].keys()
+        first, second = (replace(scores, items=_means(side, ids)) for side in answers)
+        refuse_others(first, second, f"{task}, {before.path} and {after.path}")
+        if ids:
+            pairs[0].append(first)
+            pairs[1].append(second)
+        known = [item.score for side in answers for same in side.values() for item in same]
+        low = min(0.0, *known)
+        high = max(1.0 if low == 0 else 0.0, *known)
+        for index, score in enumerate((high, low)):
+            others = answers[1 - index]
+            full = dict[str, list[AnsweredItem]]()
+            for item_name in {**answers[index], **others}:
+                same = [*answers[index].get(item_name, ())]
+                model = (same or others[item_name])[0]
+                missing = len(others.get(item_name, ())) - len(same)
+                full[item_name] = same + [replace(model, score=score)] * missing
+                if missing > 0:
+                    lacking[index].append(f"{task} {item_name}")
+            worst[index].append(replace(scores, items=_means(full, full)))
+    return pairs, worst, lacking
 
 
 def refuse_others(base: ItemScores, compressed: ItemScores, where: str) -> None:
@@ -332,108 +259,273 @@ def refuse_others(base: ItemScores, compressed: ItemScores, where: str) -> None:
     if contents:
         raise CompressionError(
             f"{where}: {contents:,} items of the same name differ, so these are results of two "
-            "benchmarks, or of two "
-            "versions of one; evaluate both models on the same"
+            "benchmarks, or of two versions of one; evaluate both models on the same"
         )
     prompts = base.differing(compressed, "prompt")
     if prompts:
         raise CompressionError(
             f"{where}: {prompts:,} items were asked by other prompts; evaluate both models with "
-            "the same chat "
-            "template, few-shot examples and instructions"
+            "the same chat template, few-shot examples and instructions"
         )
 
 
-def _find_unanswered(
-    models: Sequence[tuple[Path, Mapping[Key, Answers]]], paired: int
-) -> tuple[list[str], list[str]]:
-    """Return the items that lack an answer of base and compressed model; refuse too many."""
-    lacking: tuple[list[str], list[str]] = ([], [])
-    parts = []
-    lone = 0
-    for names, (path, tasks), (_, others) in zip(lacking, models, reversed(models), strict=True):
-        total = sum(map(len, tasks.values()))
-        lone += total - paired
-        tasks_named = joined([f"{task} ({metric})" for task, metric, _ in tasks])
-        parts.append(f"{total - paired:,} of {total:,} items of {path}, {tasks_named},")
-        for key, answers in others.items():
-            known = tasks.get(key, {})
-            names += [
-                f"{key[0]} {name}"
-                for name in answers
-                if len(answers[name]) > len(known.get(name, ()))
-            ]
-    message = f"{joined(parts)} have no partner in the other results"
-    if lone > MOST_UNPAIRED * (lone + paired):
-        raise CompressionError(
-            f"{message}, more than {MOST_UNPAIRED:.0%} of all; evaluate both models on the same "
-            "items, or name the "
-            "tasks to compare as --tasks"
-        )
-    if lone:
-        logger.warning("%s; the %s that have one are compared", message, f"{paired:,}")
-    return lacking
+@dataclass(slots=True)
+class Results:
+    """One model's answers in a file or folder, and how it was asked, as far as that is recorded."""
 
+    path: Path
+    wanted: Sequence[str]  # tasks; all of them if none is named
+    metric: str | None
+    tasks: dict[Key, dict[str, list[AnsweredItem]]] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # under which the model was evaluated
+    unheld: set[str] = field(default_factory=set)  # what the files do not tell of that
+    unanswered: set[str] = field(default_factory=set)  # of which some have one of another epoch
+    files: dict[tuple[Key, str], Path] = field(default_factory=dict)  # by item
 
-def read_results(
-    path: Path, wanted: Sequence[str], metric: str | None
-) -> tuple[dict[Key, Answers], Settings]:
-    """Return the answers in a file or folder, to all tasks or those that are wanted, and the
-    settings."""
-    files = [path]
-    if path.is_dir():
-        files = next(filter(None, (sorted(path.rglob(pattern)) for pattern in PATTERNS)), [])
-    folders = sorted({str(file.parent) for file in files})
-    if len(folders) != 1:
-        message = f"is no single result, but has {joined(folders)}" if folders else "has no results"
-        raise CompressionError(f"{path} {message}; {KNOWN}")
-    if files[0].suffix == ".jsonl":
-        # the newest of each task, by the time at the end of the name
-        files = [*{file.stem.rpartition("_")[0]: file for file in files}.values()]
-    settings = Settings({NOT_HELD: set(), UNANSWERED: set()})
-    results = defaultdict[Key, dict[str, list[AnsweredItem]]](dict)
-    files_of = dict[tuple[Key, str], Path]()
-    with wrap_faults(f"{path} cannot be read as results", KNOWN, KNOWN):
-        for file in files:
-            for task, name, item, kind in _answers(file, wanted, metric, settings):
-                key = task, name, kind
-                if math.isnan(item.score):
-                    settings[UNANSWERED].add(f"{task} {item.id}")
-                    continue
-                if files_of.setdefault((key, item.id), file) is not file:
-                    raise CompressionError(f"{path} has two results on {task}; name one file")
-                results[key].setdefault(item.id, []).append(item)
-    tasks = [task for task, *_ in results]
-    for task in wanted or tasks[:1] or ["any task"]:
-        if task not in tasks:
-            raise CompressionError(
-                f"{path} has no score of {task}, only of {joined(tasks) or 'none'}; evaluate it "
-                "again"
+    @classmethod
+    def read(cls, path: Path, wanted: Sequence[str], metric: str | None) -> Self:
+        """Read the answers to all tasks, or those that are wanted."""
+        files = [path]
+        if path.is_dir():
+            files = next(filter(None, (sorted(path.rglob(pattern)) for pattern in PATTERNS)), [])
+        folders = sorted({str(file.parent) for file in files})
+        if len(folders) != 1:
+            message = (
+                f"is no single result, but has {joined(folders)}" if folders else "has no results"
             )
-    return {
-        key: answers for key, answers in results.items() if key[0] in (wanted or tasks)
-    }, settings
+            raise CompressionError(f"{path} {message}; {KNOWN}")
+        if files[0].suffix == ".jsonl":
+            # the newest of each task, by the time at the end of the name
+            files = [*{file.stem.rpartition("_")[0]: file for file in files}.values()]
+        results = cls(path, wanted, metric)
+        with wrap_faults(f"{path} cannot be read as results", KNOWN, KNOWN):
+            for file in files:
+                if file.suffix == ".jsonl":
+                    results._read_samples(file)
+                elif file.suffix == ".csv":
+                    results._read_csv(file)
+                elif file.suffix == ".eval":
+                    results._read_inspect(_unpack(file), file)
+                else:
+                    content = json.loads(file.read_text(encoding="utf-8"))
+                    known = content if isinstance(content, dict) else {}
+                    samples = known.get("samples")
+                    if isinstance(samples, list):
+                        named = [(f"samples[{number}]", row) for number, row in enumerate(samples)]
+                        results._read_inspect(iter([("log", content), *named]), file)
+                    elif "eval" in known and "status" not in known:
+                        results._read_evalplus(content, file)
+                    else:
+                        raise CompressionError(
+                            f"{file} has no answers to single items in a known form; {KNOWN}"
+                        )
+        tasks = [task for task, *_ in results.tasks]
+        for task in wanted or tasks[:1] or ["any task"]:
+            if task not in tasks:
+                raise CompressionError(
+                    f"{path} has no score of {task}, only of {joined(tasks) or 'none'}; evaluate "
+                    "it again"
+                )
+        for key in [*results.tasks]:
+            if wanted and key[0] not in wanted:
+                del results.tasks[key]
+        return results
 
+    def _add(
+        self, file: Path, task: str, metric: str, item: AnsweredItem, kind: Kind = "score"
+    ) -> None:
+        """Add one of an item's answers; a score that is NaN is none."""
+        if math.isnan(item.score):
+            self.unanswered.add(f"{task} {item.id}")
+            return
+        key = task, metric, kind
+        if self.files.setdefault((key, item.id), file) is not file:
+            raise CompressionError(f"{self.path} has two results on {task}; name one file")
+        self.tasks.setdefault(key, {}).setdefault(item.id, []).append(item)
 
-def _answers(
-    file: Path, wanted: Sequence[str], metric: str | None, settings: Settings
-) -> Iterable[Answer]:
-    """Yield the answers in a file, and add its settings."""
-    if file.suffix == ".jsonl":
-        return _read_samples(file, wanted, metric, settings)
-    if file.suffix == ".csv":
-        return _read_csv(file, settings)
-    if file.suffix == ".eval":
-        return _read_inspect(_unpack(file), file, metric, settings)
-    content = json.loads(file.read_text(encoding="utf-8"))
-    if isinstance(content, dict) and isinstance(content.get("samples"), list):
-        samples = (
-            (f"samples[{number}]", sample) for number, sample in enumerate(content["samples"])
-        )
-        return _read_inspect(iter([("log", content), *samples]), file, metric, settings)
-    if isinstance(content, dict) and "eval" in content and "status" not in content:
-        return _read_evalplus(content, file, settings)
-    raise CompressionError(f"{file} has no answers to single items in a known form; {KNOWN}")
+    def _read_samples(self, file: Path) -> None:
+        """Read lm-eval's samples of a task; those of a group are one task, unless its parts are
+        wanted."""
+        rows = []
+        with file.open(encoding="utf-8") as stream:
+            for number, line in enumerate(stream, 1):
+                where = f"{file}, line {number}"
+                try:
+                    row = value_as(json.loads(line), Json, where)
+                except (ValueError, RecursionError) as error:
+                    raise CompressionError(
+                        f"{where} is no whole JSON ({error}); copy it again if it was cut, or "
+                        "evaluate the model again"
+                    ) from error
+                if not {"doc_id", "filter"} <= row.keys():
+                    raise CompressionError(
+                        f"{where} has no filter or doc_id; evaluate the model again with "
+                        "--log_samples"
+                    )
+                rows.append(row)
+        if not rows:
+            raise CompressionError(f"{file} is empty; evaluate the model again")
+        # samples_TASK_TIME.jsonl, and of the same time results_TIME.json
+        part, _, date = file.stem.removeprefix("samples_").rpartition("_")
+        run = json_object(next(file.parent.glob(f"*_{date}.json"), file))
+        parents = dict[str, str]()
+        for group, members in run.get("group_subtasks", {}).items():
+            parents |= dict.fromkeys(members, group)
+        names = [part or UNNAMED]
+        while names[-1] in parents and parents[names[-1]] not in names:
+            names.append(parents[names[-1]])
+        task = next((name for name in names if name in self.wanted), names[-1])
+        of_part = {
+            name: of_all.get(part) for name, of_all in run.items() if isinstance(of_all, dict)
+        }
+        config = of_part.get("configs") or {}
+        if not run:
+            self.unheld.add("lm-eval's settings (in results_*.json)")
+        elif task in (self.wanted or names):
+            stated = {"version": of_part.get("versions"), "n-shot": of_part.get("n-shot")}
+            stated |= {name: config.get(name) for name in TASK_SETTINGS}
+            stated |= {name: run.get(name) for name in RUN_SETTINGS}
+            self.settings |= {f"{name} of {part}": value for name, value in stated.items()}
+            self.settings[f"version of {task}"] = run.get("versions", {}).get(task)
+        name, _, chosen_filter = (self.metric or "").partition(",")
+        chosen_filter = chosen_filter or rows[0]["filter"]
+        rows = [row for row in rows if row["filter"] == chosen_filter]
+        count = (of_part.get("n-samples") or {}).get("effective", 1)
+        if len(rows) < count:
+            raise CompressionError(
+                f"{file} has {len(rows):,} of {count:,} items with the filter {chosen_filter}; "
+                "copy it again if it was cut, or name another --metric"
+            )
+        aggregations = {}
+        for entry in config.get("metric_list") or ():
+            aggregations[str(entry["metric"])] = str(entry.get("aggregation"))
+        # old samples do not list their metrics
+        recorded = rows[0].get("metrics") or [field for field in rows[0] if field != "doc_id"]
+        metrics = [name] if name else [*aggregations, *recorded]
+        for name in metrics:
+            values = [row.get(name) for row in rows]
+            is_perplexity = not LIKELIHOODS.isdisjoint((name, aggregations.get(name, "")))
+            # a log-likelihood with its number of words or bytes
+            pairs = all(isinstance(value, list) and len(value) == 2 for value in values)
+            if all(isinstance(value, bool | int | float) for value in values):
+                break
+            if pairs and is_perplexity:
+                break
+        else:
+            raise CompressionError(
+                f"{file} has no number for each item under {joined(metrics)}; name another --metric"
+            )
+        kind: Kind = "likelihood" if is_perplexity else "score"
+        is_better = (of_part.get("higher_is_better") or {}).get(name, name not in LOWER_IS_BETTER)
+        sign = 1 if kind == "likelihood" or is_better else -1
+        shown_name = f"negated {name}" if sign < 0 else name
+        for row in rows:
+            name_of_item = str(row["doc_id"])
+            value, weight = row[name] if isinstance(row[name], list) else (row[name], 1)
+            where = f"{file}, item {name_of_item}"
+            # the hash of the prompt leaves out choices, their delimiter and settings of generation
+            prompt = row.get("arguments") or row.get("prompt_hash")
+            if not row.get("arguments"):
+                self.unheld.add("choices and settings of generation (lm-eval's arguments)")
+            item = AnsweredItem(
+                name_of_item if task == part else f"{part}/{name_of_item}",
+                sign * _score(value, where),
+                _score(weight, where),
+                _hash([row.get("doc_hash"), row.get("target_hash")]),
+                _hash(prompt) if prompt else "",
+            )
+            self._add(file, task, shown_name, item, kind)
+
+    def _read_evalplus(self, content: Json, file: Path) -> None:
+        """Read EvalPlus's results: of the base tests, and under a name with a plus of these and all
+        others."""
+        self.settings["hash of the problems"] = content.get("hash")
+        self.unheld.add("prompts and settings of generation")
+        for problem, samples in value_as(content["eval"], Json, f"{file}: eval").items():
+            name = problem.split("/")[0].lower()
+            where = f"{file}: eval.{problem}"
+            if isinstance(samples, dict):  # as older versions wrote
+                pairs = zip_longest(samples["base"], samples["plus"] or (), fillvalue=[None])
+                samples = [{"base_status": base[0], "plus_status": plus[0]} for base, plus in pairs]
+            for sample in value_as(samples, tuple[EvalPlusSample, ...], where):
+                score = _score(sample.base_status, where)
+                self._add(file, name, "pass@1", AnsweredItem(problem, score))
+                if sample.plus_status:
+                    score = min(score, _score(sample.plus_status, where))
+                    self._add(file, f"{name}+", "pass@1", AnsweredItem(problem, score))
+
+    def _read_inspect(self, parts: Iterator[tuple[str, Any]], file: Path) -> None:
+        """Read the samples in a log of inspect, after its header; its epochs are several answers to
+        an item."""
+        log = value_as(next(parts)[1], Json, f"{file}: header.json")
+        status = log.get("status", "success")
+        if status != "success":
+            raise CompressionError(
+                f"{file} is of an evaluation with the status {status}; finish it by inspect "
+                "eval-retry"
+            )
+        evaluation = value_as(log.get("eval") or {}, Json, f"{file}: eval")
+        task = str(evaluation.get("task", UNNAMED))
+        if evaluation:
+            generation = evaluation.get("model_generate_config") or {}
+            generation = {**generation, **((log.get("plan") or {}).get("config") or {})}
+            stated = {name: generation.get(name) for name in SAMPLING}
+            stated["version"] = evaluation.get("task_version")
+            stated["task_args"] = evaluation.get("task_args")
+            stated |= {name: (evaluation.get("config") or {}).get(name) for name in LIMITS}
+            self.settings |= {f"{name} of {task}": value for name, value in stated.items()}
+        self.unheld.add("the chat template")
+        samples = [
+            (name, read_as(InspectSample, sample, f"{file}: {name}")) for name, sample in parts
+        ]
+        scorers = dict.fromkeys(scorer for _, sample in samples for scorer in sample.scores or ())
+        metric = self.metric or next(iter(scorers), "")
+        scorer, part = (metric, "") if metric in scorers else metric.rpartition(".")[::2]
+        if scorer not in scorers:
+            known = joined([*scorers]) or "none"
+            raise CompressionError(
+                f"{file} has no scorer {metric!r}, only {known}; name one as --metric"
+            )
+        for name, sample in samples:
+            where = f"{file}: {name}, scorer {scorer}"
+            scores = sample.scores or {}
+            score = 0.0 if sample.error is not None else math.nan
+            if sample.error is None and scorer in scores:
+                value = scores[scorer].get("value")
+                if part:
+                    parts_of = value_as(value, Json, f"{file}: {scorer}")
+                    if part not in parts_of:
+                        raise CompressionError(
+                            f"{where}: the score has no part {part!r}, only {joined([*parts_of])}"
+                        )
+                    value = parts_of[part]
+                score = _score(math.nan if value is None else value, where)
+            item = sample.item(score)
+            if not item.prompt:
+                self.unheld.add("prompts")
+            self._add(file, task, metric, item)
+
+    def _read_csv(self, file: Path) -> None:
+        """Read the rows of a table; an empty score is no answer, and an error a wrong one."""
+        with file.open(newline="", encoding="utf-8-sig") as stream:
+            reader = csv.DictReader(stream, skipinitialspace=True)
+            columns = [name.strip().lower() for name in reader.fieldnames or ()]
+            if not {"item", "score"} <= {*columns}:
+                raise CompressionError(
+                    f"{file} begins with {joined(columns)}; its first line should name item and "
+                    "score"
+                )
+            reader.fieldnames = columns
+            self.unheld.add(
+                "settings" if "prompt" in columns else "prompts (a column prompt) and settings"
+            )
+            for row in reader:
+                score = 0.0 if row.get("error") else math.nan
+                if row["score"] != "" and not row.get("error"):
+                    score = _score(row["score"], f"{file}, line {reader.line_num}")
+                prompt = _hash(row["prompt"]) if row.get("prompt") else ""
+                item = AnsweredItem(row["item"], score, prompt=prompt)
+                self._add(file, row.get("task") or UNNAMED, "score", item)
 
 
 def _unpack(file: Path) -> Iterator[tuple[str, Any]]:
@@ -450,12 +542,10 @@ def _unpack(file: Path) -> Iterator[tuple[str, Any]]:
     if nbytes > MOST_BYTES:
         raise CompressionError(
             f"{file} unpacks to {human_bytes(nbytes)}, more than the {human_bytes(MOST_BYTES)} "
-            "that are read; write "
-            "its scores as CSV with the columns item and score"
+            "that are read; write its scores as CSV with the columns item and score"
         )
-    if sys.version_info < (3, 14) and any(
-        members[name].compress_type == ZSTANDARD for name in names
-    ):
+    kinds = {members[name].compress_type for name in names}
+    if sys.version_info < (3, 14) and ZSTANDARD in kinds:
         require("backports.zstd")
         from backports.zstd.zipfile import ZipFile
 
@@ -486,250 +576,9 @@ def _score(value: Any, where: str) -> float:
         raise CompressionError(
             f"{where}: the score is {text[:80]!r}, no number; if the file was cut, copy it again"
         ) from None
-    if math.isnan(score):
+    if not math.isfinite(score):
         raise CompressionError(
-            f"{where}: the answer is unscored, its score is NaN; score it, or name another --metric"
-        )
-    if math.isinf(score):
-        raise CompressionError(
-            f"{where}: the score is {text[:80]}, which is not finite; evaluate the model again"
+            f"{where}: the answer is unscored, its score {text[:80]} is not finite; score it, or "
+            "name another --metric"
         )
     return score
-
-
-def _read_samples(
-    file: Path, wanted: Sequence[str], metric: str | None, settings: Settings
-) -> Iterator[Answer]:
-    """Yield lm-eval's samples of a task; those of a group are one task, unless its parts are
-    wanted."""
-    rows = _json_lines(file)
-    # samples_TASK_TIME.jsonl, and of the same time results_TIME.json
-    part, _, date = file.stem.removeprefix("samples_").rpartition("_")
-    summary = next(file.parent.glob(f"*_{date}.json"), file)
-    run = json_object(summary)
-
-    def section(name: str) -> Mapping[str, Any]:
-        value: Mapping[str, Any] = value_as(
-            run.get(name, {}), Mapping[str, Any], f"{summary}: {name}"
-        )
-        return value
-
-    parents = dict[str, str]()
-    for group, members in section("group_subtasks").items():
-        parents |= dict.fromkeys(members, group)
-    names = [part or UNNAMED]
-    while names[-1] in parents:
-        if parents[names[-1]] in names:
-            raise CompressionError(
-                f"{summary}: group_subtasks of {names[-1]} is a circle; evaluate the model again"
-            )
-        names.append(parents[names[-1]])
-    task = next((name for name in names if name in wanted), names[-1])
-
-    def of_part(name: str, default: Any = None) -> Any:
-        return section(name).get(part, default)
-
-    config = value_as(of_part("configs", {}), Mapping[str, Any], f"{summary}: configs.{part}")
-    if run and task in (wanted or names):
-        stated = {"version": of_part("versions"), "n-shot": of_part("n-shot")}
-        stated |= {name: config.get(name) for name in TASK_SETTINGS}
-        stated |= {name: run.get(name) for name in RUN_SETTINGS}
-        settings |= {f"{name} of {part}": value for name, value in stated.items()}
-        settings[f"version of {task}"] = section("versions").get(task)
-    if not run:
-        settings[NOT_HELD].add("lm-eval's settings (in results_*.json)")
-    name, _, chosen_filter = (metric or "").partition(",")
-    chosen_filter = chosen_filter or rows[0]["filter"]
-    rows = [row for row in rows if row["filter"] == chosen_filter]
-    count = of_part("n-samples", {}).get("effective", 1)
-    if len(rows) < count:
-        raise CompressionError(
-            f"{file} has {len(rows):,} of {count:,} items with the filter {chosen_filter}; copy "
-            "it again if it was "
-            "cut, or name another --metric"
-        )
-    aggregations = {
-        str(entry["metric"]): str(entry.get("aggregation"))
-        for entry in config.get("metric_list") or ()
-    }
-    # old samples do not list their metrics
-    recorded = rows[0].get("metrics") or [field for field in rows[0] if field != "doc_id"]
-    name, kind = _choose_metric(
-        file, rows, [name] if name else [*aggregations, *recorded], aggregations
-    )
-    sign = 1
-    if kind == "score" and not of_part("higher_is_better", {}).get(
-        name, name not in LOWER_IS_BETTER
-    ):
-        sign = -1
-    for row in rows:
-        number = str(row["doc_id"])
-        value, weight = row[name] if isinstance(row[name], list) else (row[name], 1)
-        where = f"{file}, item {number}"
-        score = sign * _score(value, where)
-        content = _hash([row.get("doc_hash"), row.get("target_hash")])
-        # the hash of the prompt leaves out choices, their delimiter and how answers are generated
-        prompt = row.get("arguments") or row.get("prompt_hash")
-        if not row.get("arguments"):
-            settings[NOT_HELD].add("choices and settings of generation (lm-eval's arguments)")
-        name_of_item = number if task == part else f"{part}/{number}"
-        item = AnsweredItem(
-            name_of_item, score, _score(weight, where), content, _hash(prompt) if prompt else ""
-        )
-        yield Answer(task, f"negated {name}" if sign < 0 else name, item, kind)
-
-
-def _choose_metric(
-    file: Path,
-    rows: Sequence[Mapping[str, Any]],
-    names: Sequence[str],
-    aggregations: Mapping[str, str],
-) -> tuple[str, Kind]:
-    """Return the first metric with a number for each item, and its kind."""
-    for name in names:
-        values = [row.get(name) for row in rows]
-        is_perplexity = not LIKELIHOODS.isdisjoint((name, aggregations.get(name, "")))
-        numbers = all(isinstance(value, bool | int | float) for value in values)
-        # a log-likelihood with its number of words or bytes
-        pairs = all(isinstance(value, list) and len(value) == 2 for value in values)
-        if numbers or (pairs and is_perplexity):
-            return name, "likelihood" if is_perplexity else "score"
-    raise CompressionError(
-        f"{file} has no number for each item under {joined(names)}; name another --metric"
-    )
-
-
-def _json_lines(file: Path) -> list[Mapping[str, Any]]:
-    rows = []
-    with file.open(encoding="utf-8") as stream:
-        for number, line in enumerate(stream, 1):
-            where = f"{file}, line {number}"
-            try:
-                row = value_as(json.loads(line), Mapping[str, Any], where)
-            except (ValueError, RecursionError) as error:
-                raise CompressionError(
-                    f"{where} is no whole JSON ({error}); copy it again if it was cut, or "
-                    "evaluate the model again"
-                ) from error
-            if not {"doc_id", "filter"} <= row.keys():
-                raise CompressionError(
-                    f"{where} has no filter or doc_id; evaluate the model again with --log_samples"
-                )
-            rows.append(row)
-    if not rows:
-        raise CompressionError(f"{file} is empty; evaluate the model again")
-    return rows
-
-
-def _read_evalplus(content: Mapping[str, Any], file: Path, settings: Settings) -> Iterator[Answer]:
-    """Yield EvalPlus's results: of the base tests, and under a name with a plus of these and all
-    others."""
-    settings["hash of the problems"] = content.get("hash")
-    settings[NOT_HELD].add("prompts and settings of generation")
-    for problem, samples in value_as(content["eval"], Mapping[str, Any], f"{file}: eval").items():
-        name = problem.split("/")[0].lower()
-        where = f"{file}: eval.{problem}"
-        if isinstance(samples, dict):  # as older versions wrote
-            pairs = zip_longest(samples["base"], samples["plus"] or (), fillvalue=[None])
-            samples = [{"base_status": base[0], "plus_status": plus[0]} for base, plus in pairs]
-        for sample in value_as(samples, tuple[EvalPlusSample, ...], where):
-            score = _score(sample.base_status, where)
-            yield Answer(name, "pass@1", AnsweredItem(problem, score))
-            if sample.plus_status:
-                yield Answer(
-                    f"{name}+",
-                    "pass@1",
-                    AnsweredItem(problem, min(score, _score(sample.plus_status, where))),
-                )
-
-
-def _read_inspect(
-    parts: Iterator[tuple[str, Any]], file: Path, metric: str | None, settings: Settings
-) -> Iterator[Answer]:
-    """Yield the samples in a log of inspect, after its header; its epochs are several answers to an
-    item."""
-    _, log = next(parts)
-    log = value_as(log, Mapping[str, Any], f"{file}: header.json")
-    status = log.get("status", "success")
-    if status != "success":
-        raise CompressionError(
-            f"{file} is of an evaluation with the status {status}; finish it by inspect eval-retry"
-        )
-
-    def section(above: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-        value: Mapping[str, Any] = value_as(
-            above.get(name) or {}, Mapping[str, Any], f"{file}: {name}"
-        )
-        return value
-
-    evaluation = section(log, "eval")
-    task = str(evaluation.get("task", UNNAMED))
-    if evaluation:
-        config = {
-            **section(evaluation, "model_generate_config"),
-            **section(section(log, "plan"), "config"),
-        }
-        stated = {name: config.get(name) for name in SAMPLING}
-        stated |= {
-            "version": evaluation.get("task_version"),
-            "task_args": evaluation.get("task_args"),
-        }
-        stated |= {name: section(evaluation, "config").get(name) for name in LIMITS}
-        settings |= {f"{name} of {task}": value for name, value in stated.items()}
-    settings[NOT_HELD].add("the chat template")
-    samples = [(name, read_as(InspectSample, sample, f"{file}: {name}")) for name, sample in parts]
-    scorers = list(dict.fromkeys(scorer for _, sample in samples for scorer in sample.scores or ()))
-    metric = metric or next(iter(scorers), "")
-    scorer, part = (metric, "") if metric in scorers else metric.rpartition(".")[::2]
-    if scorer not in scorers:
-        known = joined(scorers) or "none"
-        raise CompressionError(
-            f"{file} has no scorer {metric!r}, only {known}; name one as --metric"
-        )
-    for name, sample in samples:
-        where = f"{file}: {name}, scorer {scorer}"
-        scores = sample.scores or {}
-        if sample.error is not None:
-            score = 0.0
-        elif scorer not in scores:
-            score = math.nan
-        else:
-            value = scores[scorer].value
-            if part:
-                parts_of = section({scorer: value}, scorer)
-                if part not in parts_of:
-                    raise CompressionError(
-                        f"{where}: the score has no part {part!r}, only {joined([*parts_of])}"
-                    )
-                value = parts_of[part]
-            score = _score(math.nan if value is None else value, where)
-        if not sample.prompt:
-            settings[NOT_HELD].add("prompts")
-        yield Answer(
-            task,
-            metric,
-            AnsweredItem(str(sample.id), score, 1.0, sample.content, sample.prompt, sample.cut),
-        )
-
-
-def _read_csv(file: Path, settings: Settings) -> Iterator[Answer]:
-    """Yield the rows of a table; an empty score is no answer, and an error a wrong one."""
-    with file.open(newline="", encoding="utf-8-sig") as stream:
-        reader = csv.DictReader(stream, skipinitialspace=True)
-        columns = [name.strip().lower() for name in reader.fieldnames or ()]
-        if not {"item", "score"} <= {*columns}:
-            raise CompressionError(
-                f"{file} begins with {joined(columns)}; its first line should name item and score"
-            )
-        reader.fieldnames = columns
-        settings[NOT_HELD].add(
-            "settings" if "prompt" in columns else "prompts (a column prompt) and settings"
-        )
-        for row in reader:
-            score = 0.0 if row.get("error") else math.nan
-            if row["score"] != "" and not row.get("error"):
-                score = _score(row["score"], f"{file}, line {reader.line_num}")
-            prompt = _hash(row["prompt"]) if row.get("prompt") else ""
-            yield Answer(
-                row.get("task") or UNNAMED, "score", AnsweredItem(row["item"], score, prompt=prompt)
-            )

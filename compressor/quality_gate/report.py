@@ -3,11 +3,11 @@
 A result belongs to a folder of weights if the files that it lists are those of the folder.
 """
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 from xml.etree import ElementTree as Xml
 
@@ -30,18 +30,16 @@ from compressor.document.blocks import (
 )
 from compressor.document.markdown import markdown
 from compressor.errors import CompressionError
-from compressor.files import LONE_HALVES, file_digest, write_files
+from compressor.files import file_digest, write_files
 from compressor.formatting import counted, joined, one_line, readable, setting
-from compressor.quality_gate.anomalies import MANY_CUT
 from compressor.quality_gate.domain_divergence import divergence_blocks
-from compressor.quality_gate.statistics import POWER, advise, overall
+from compressor.quality_gate.statistics import MANY_CUT, POWER, advise, overall
 from compressor.quality_gate.verdict import (
     EXIT_STATUS,
     SIGNS,
     Asked,
     GateResult,
     TaskGate,
-    Verdict,
     conditions_table,
     gate_content,
     gate_from_content,
@@ -52,29 +50,20 @@ from compressor.run_record import cache_folder, request_key, write_cached
 if TYPE_CHECKING:
     from compressor.quality_gate.run import PowerAnalysis
 
-logger = logging.getLogger(__name__)
-
 NAMES = (REPORT, "gate.xml", "gate.md")
-NAMES_OF = ("base", "compressed model")
 SUITE = "moe-compress gate"
 CLASS = "moe-compress.gate"  # of JUnit's test cases
 METHOD = (
     "Both models answered the same items, and the differences were tested item by item (Miller, "
-    "arXiv:2411.00640): "
-    "flips of right and wrong answers exactly, other scores and likelihoods by Student's t. A "
-    "drop passes if its "
-    "upper confidence bound is within the drop allowed, fails if the lower bound is beyond it, "
-    "and is inconclusive "
-    "otherwise. The items of all tasks that are answered right or wrong have to pass together; "
-    "each of these tasks "
-    "has a drop of its own allowed, and only fails the gate beyond that, corrected for the number "
-    "of tasks (Holm). "
+    "arXiv:2411.00640): flips of right and wrong answers exactly, other scores and likelihoods by "
+    "Student's t. A drop passes if its upper confidence bound is within the drop allowed, fails if "
+    "the lower bound is beyond it, and is inconclusive otherwise. The items of all tasks that are "
+    "answered right or wrong have to pass together; each of these tasks has a drop of its own "
+    "allowed, and only fails the gate beyond that, corrected for the number of tasks (Holm). "
     "Perplexities and other scores have to pass by themselves.",
     "Drop: base less compressed, of a perplexity its rise. At least and at most: its one-sided "
-    "bounds. Detectable: the "
-    f"smallest true drop that so many items show with probability {POWER:g}. Lost and gained: "
-    "items answered worse and "
-    "better than by the base.",
+    "bounds. Detectable: the smallest true drop that so many items show with probability "
+    f"{POWER:g}. Lost and gained: items answered worse and better than by the base.",
 )
 
 
@@ -95,11 +84,9 @@ def change(value: float, kind: Literal["score", "likelihood"]) -> str:
 
 def margin(row: TaskGate) -> str:
     """Return the drop allowed, of a perplexity in percent."""
-    return (
-        f"{100 * row.max_drop:g}% of perplexity"
-        if row.kind == "likelihood"
-        else f"{row.max_drop:g}"
-    )
+    if row.kind == "likelihood":
+        return f"{100 * row.max_drop:g}% of perplexity"
+    return f"{row.max_drop:g}"
 
 
 COLUMNS: Mapping[str, Callable[[TaskGate], str]] = {
@@ -134,11 +121,9 @@ def verdict_line(result: GateResult) -> str:
     reasons = []
     for row in result.rows:
         if row.verdict == result.verdict and (row.decides or row.verdict == "fail"):
-            where = (
-                f"over all {counted(row.items, 'item')}"
-                if row is result.pooled
-                else f"on {row.task}"
-            )
+            where = f"on {row.task}"
+            if row is result.pooled:
+                where = f"over all {counted(row.items, 'item')}"
             reasons.append(f"{lost} {margin(row)} was lost {where}")
     than = "at most" if passes else "more than"
     for condition in result.conditions:
@@ -161,35 +146,13 @@ def advice(result: GateResult) -> list[str]:
     needs_items = bool(sentences)
     for condition in result.conditions:
         if condition.verdict == "inconclusive" and condition.advice:
-            sentences.append(
-                f"{condition.name[0].upper()}{condition.name[1:]}: {condition.advice}."
-            )
+            name = f"{condition.name[0].upper()}{condition.name[1:]}"
+            sentences.append(f"{name}: {condition.advice}.")
     limit = result.options.get("limit")
     if needs_items and limit is not None:
         sentences.append(f"Raise --limit, which is {limit}, or leave it out; or name more tasks.")
     elif needs_items:
         sentences.append("Name more tasks, or say with --inconclusive what that counts as.")
-    return sentences
-
-
-def cut_sentences(tasks: Sequence[TaskGate]) -> list[str]:
-    """Return a sentence on each task whose answers may have been cut at the token limit."""
-    sentences = []
-    for task in tasks:
-        if task.cut is not None:
-            base, compressed = (
-                f"{share:.1%} of the {name}'s"
-                for share, name in zip(task.cut, NAMES_OF, strict=True)
-            )
-            cause = ""
-            if max(task.cut) >= MANY_CUT:
-                cause = (
-                    ", the likely cause of wrong ones; raise --max-gen-toks, or the limit of "
-                    "the tool that asked"
-                )
-            sentences.append(
-                f"{task.task}: {base} and {compressed} answers reached the token limit{cause}."
-            )
     return sentences
 
 
@@ -215,27 +178,19 @@ def power_blocks(power: "PowerAnalysis") -> list[Block]:
         return [Text(text)]
     cells = []
     for row in rows:
-        shown = (
-            ["-"] * len(power.flips) if row.shown is None else [f"{drop:.4f}" for drop in row.shown]
-        )
+        shown = [f"{drop:.4f}" for drop in row.shown or ()] or ["-"] * len(power.flips)
         cells.append((row.task, f"{row.items:,}", f"{row.max_drop:g}", *shown))
-    columns = (
-        "task",
-        "items",
-        "allowed",
-        *(f"shown at {flips:.0%} flips" for flips in power.flips),
-    )
+    shares = [f"shown at {flips:.0%} flips" for flips in power.flips]
+    columns = ("task", "items", "allowed", *shares)
     caption = f"What the gate can show, with confidence {100 * power.confidence:g}%"
     text = (
         "Shown: the smallest drop allowed that a model passes which lost nothing and answers this "
-        "share of items "
-        f"differently, at 0% for certain, else with probability {POWER:g}."
+        f"share of items differently, at 0% for certain, else with probability {POWER:g}."
     )
     if power.pooled is not None:
         text += (
             " All together have to pass; a task alone only refuses a clear loss, of about the "
-            "drop allowed and the "
-            "one shown."
+            "drop allowed and the one shown."
         )
     return [*forms, Table(caption, columns, cells, ruled={len(power.tasks) - 1}), Text(text)]
 
@@ -248,12 +203,20 @@ def gate_blocks(result: GateResult) -> list[Block]:
     tone, sign = SIGNS[result.verdict]
     blocks: list[Block] = [Text(Strong(Toned(verdict_line(result), tone, sign)), tone)]
     sentences = [anomaly.sentence for anomaly in result.anomalies]
-    sentences += [
-        *cut_sentences(result.tasks),
-        *advice(result),
-        *result.notes,
-        *asked_sentences(result.asked),
-    ]
+    for task in result.tasks:
+        if task.cut is not None:
+            base, compressed = task.cut
+            cause = ""
+            if max(task.cut) >= MANY_CUT:
+                cause = (
+                    ", the likely cause of wrong ones; raise --max-gen-toks, or the limit of the "
+                    "tool that asked"
+                )
+            sentences.append(
+                f"{task.task}: {base:.1%} of the base's and {compressed:.1%} of the compressed "
+                f"model's answers reached the token limit{cause}."
+            )
+    sentences += [*advice(result), *result.notes, *asked_sentences(result.asked)]
     if sentences:
         blocks.append(Items(sentences))
     rows = list[tuple[Words, ...]]()
@@ -287,8 +250,8 @@ def gate_blocks(result: GateResult) -> list[Block]:
     if result.reused_base:
         blocks.append(Text("The base's results are of an earlier run."))
     facts = {
-        "Base": f"{result.base}{_commit(result.base_identity)}",
-        "Compressed": f"{result.compressed}{_commit(result.compressed_identity)}",
+        "Base": _named(result.base, result.base_identity),
+        "Compressed": _named(result.compressed, result.compressed_identity),
         "Tasks": {task.task: f"version {task.version}" for task in result.tasks},
         "Options": result.options,
         "Versions": result.versions,
@@ -300,21 +263,23 @@ def gate_blocks(result: GateResult) -> list[Block]:
     return blocks
 
 
-def _commit(identity: Mapping[str, Any]) -> str:
+def _named(model: str, identity: Mapping[str, Any]) -> str:
+    """Return a model with its commit, as far as that is known."""
     if "commit" in identity:
-        return f", commit {identity['commit']}"
-    return ", files as in gate.json" if identity else ""
+        return f"{model}, commit {identity['commit']}"
+    return f"{model}, files as in gate.json" if identity else model
 
 
 def write_gate(result: GateResult, folder: Path, overwrite: bool = False) -> list[Path]:
     """Write JSON, JUnit XML and Markdown into a new folder."""
-    contents = {NAMES[0]: gate_json(result), NAMES[1]: junit(result), NAMES[2]: gate_page(result)}
-    return write_files(folder, contents, NAMES, overwrite)
+    reports = (gate_json(result), junit(result), gate_page(result))
+    return write_files(folder, dict(zip(NAMES, reports, strict=True)), NAMES, overwrite)
 
 
 def write_error(message: str, folder: Path) -> None:
     """Write gate.xml alone into a new folder, for a gate that ended with an error."""
-    write_files(folder, {NAMES[1]: junit_error(message)}, NAMES)
+    report = _junit(SUITE, [("gate", "error", message, "")])
+    write_files(folder, {NAMES[1]: report}, NAMES)
 
 
 def clear_error(folder: Path) -> None:
@@ -333,84 +298,74 @@ def gate_page(result: GateResult) -> str:
     return f"<!-- {SUITE}: {models} -->\n{page}"
 
 
-def junit_error(message: str) -> bytes:
-    """Return JUnit XML of a gate that ended with an error: one test case."""
-    root, suite = _suite(SUITE, {"tests": 1, "failures": 0, "errors": 1, "skipped": 0})
-    case = _add(suite, "testcase", classname=CLASS, name="gate")
-    _add(case, "error", message, message=message, type="error")
-    return _xml(root)
-
-
-def _suite(name: str, counts: Mapping[str, Any]) -> tuple[Xml.Element, Xml.Element]:
-    """Return the root of JUnit XML and the one suite in it."""
-    attributes = {count: str(value) for count, value in counts.items()}
-    root = Xml.Element("testsuites", {"name": SUITE, **attributes})
-    return root, _add(root, "testsuite", name=name, **attributes)
-
-
-def _add(parent: Xml.Element, tag: str, text: str | None = None, **attributes: str) -> Xml.Element:
-    element = Xml.SubElement(
-        parent, tag, {name: readable(value) for name, value in attributes.items()}
-    )
-    element.text = None if text is None else readable(text)
-    return element
-
-
-def _xml(root: Xml.Element) -> bytes:
-    Xml.indent(root)
-    return bytes(Xml.tostring(root, encoding="utf-8", xml_declaration=True))
-
-
 def junit(result: GateResult) -> bytes:
     """Return JUnit XML for CI servers: rows and conditions are test cases; inconclusive ones are
     skipped."""
-    verdicts = [
-        *(row.verdict for row in result.rows),
-        *(condition.verdict for condition in result.conditions),
-    ]
-    verdicts += ["inconclusive"] * len(result.anomalies)
-    counts = {
-        "tests": len(verdicts),
-        "failures": verdicts.count("fail"),
-        "errors": 0,
-        "skipped": verdicts.count("inconclusive"),
-        "time": f"{sum(result.seconds.values()):.3f}",
-    }
-    plain = {
-        name: value
-        for name, value in gate_content(result).items()
-        if isinstance(value, str | float)
-    }
-    root, suite = _suite(f"{SUITE}: {result.base}, {result.compressed}", counts)
-    properties = _add(suite, "properties")
-    for name, value in {"exit-status": EXIT_STATUS[result.verdict], **plain}.items():
-        _add(properties, "property", name=name.replace("_", "-"), value=str(value))
-
-    def add_case(name: str, verdict: Verdict, message: str, output: str) -> None:
-        case = _add(suite, "testcase", classname=CLASS, name=name)
-        if verdict == "fail":
-            _add(case, "failure", message, message=message, type="fail")
-        elif verdict == "inconclusive":
-            _add(case, "skipped", message=f"inconclusive: {message}")
-        _add(case, "system-out", output)
-
+    cases = []
     for task in result.rows:
         shown = {name: show(task) for name, show in COLUMNS.items()}
         message = (
             f"{task.metric} dropped by {shown['drop']} (at least {shown['at least']}, at most "
-            f"{shown['at most']}); "
-            f"{shown['allowed']} is allowed"
+            f"{shown['at most']}); {shown['allowed']} is allowed"
         )
         shown |= {"verdict": task.verdict, "version": task.version}
         shown |= {"p of pass": f"{task.p_pass:.4g}", "p of fail": f"{task.p_fail:.4g}"}
-        lines = [f"{name}: {value}" for name, value in shown.items()]
-        add_case(task.task, task.verdict, message, "\n".join(lines))
+        output = "\n".join(f"{name}: {value}" for name, value in shown.items())
+        cases.append((task.task, task.verdict, message, output))
     for condition in result.conditions:
-        add_case(condition.name, condition.verdict, condition.sentence, condition.sentence)
+        sentence = condition.sentence
+        cases.append((condition.name, condition.verdict, sentence, sentence))
     for anomaly in result.anomalies:
-        add_case(f"{anomaly.task}, anomalous", "inconclusive", anomaly.sentence, anomaly.sentence)
-    _add(suite, "system-out", "\n".join([verdict_line(result), *advice(result)]))
-    return _xml(root)
+        sentence = anomaly.sentence
+        cases.append((f"{anomaly.task}, anomalous", "inconclusive", sentence, sentence))
+    properties = {"exit-status": str(EXIT_STATUS[result.verdict])}
+    for name, value in gate_content(result).items():
+        if isinstance(value, str | float):
+            properties[name.replace("_", "-")] = str(value)
+    return _junit(
+        f"{SUITE}: {result.base}, {result.compressed}",
+        cases,
+        {"time": f"{sum(result.seconds.values()):.3f}"},
+        properties,
+        "\n".join([verdict_line(result), *advice(result)]),
+    )
+
+
+def _junit(
+    name: str,
+    cases: Sequence[tuple[str, str, str, str]],
+    time: Mapping[str, str] = MappingProxyType({}),
+    properties: Mapping[str, str] = MappingProxyType({}),
+    output: str = "",
+) -> bytes:
+    """Return JUnit XML of cases: name, verdict or error, its message, and the output."""
+    verdicts = [verdict for _, verdict, *_ in cases]
+    counts = {"tests": str(len(cases))}
+    for count, verdict in (("failures", "fail"), ("errors", "error"), ("skipped", "inconclusive")):
+        counts[count] = str(verdicts.count(verdict))
+    root = Xml.Element("testsuites", {"name": SUITE, **counts, **time})
+    suite = Xml.SubElement(root, "testsuite", {"name": name, **counts, **time})
+    if properties:
+        listed = Xml.SubElement(suite, "properties")
+        for key, value in properties.items():
+            Xml.SubElement(listed, "property", name=key, value=value)
+    for title, verdict, message, text in cases:
+        case = Xml.SubElement(suite, "testcase", classname=CLASS, name=title)
+        if verdict == "inconclusive":
+            Xml.SubElement(case, "skipped", message=f"inconclusive: {message}")
+        elif verdict != "pass":
+            tag = "error" if verdict == "error" else "failure"
+            Xml.SubElement(case, tag, message=message, type=verdict).text = message
+        if text:
+            Xml.SubElement(case, "system-out").text = text
+    if output:
+        Xml.SubElement(suite, "system-out").text = output
+    for element in root.iter():
+        element.text = element.text and readable(element.text)
+        for key, value in element.items():
+            element.set(key, readable(value))
+    Xml.indent(root)
+    return bytes(Xml.tostring(root, encoding="utf-8", xml_declaration=True))
 
 
 def full_content(result: GateResult) -> dict[str, Any]:
@@ -457,8 +412,7 @@ def gate_of(folder: Path, gate: GateResult | None = None) -> GateResult | None:
         if name is not None:
             raise CompressionError(
                 f"the gate's result is of another model than {folder}: {name} is not the same; "
-                "run the gate again on "
-                "this folder"
+                "run the gate again on this folder"
             )
         return gate
     places = [*folder.resolve().parent.glob(f"*/{REPORT}"), *cache_folder("results").glob("*.json")]
@@ -479,39 +433,21 @@ def differing(folder: Path, identity: Mapping[str, Any]) -> str | None:
 
     Times of change are ignored: a copied or downloaded model is the same model.
     """
-    stamps = tuple[tuple[str, int, int], ...]
-    weights: Any = value_as(identity.get("weights", []), stamps, "weights")
-    digests: Mapping[str, str] = value_as(identity.get("digests", {}), Mapping[str, str], "digests")
-    files: Mapping[str, str] = value_as(identity.get("files", {}), Mapping[str, str], "files")
-    known = (
-        {path.name: path for path in folder.iterdir() if path.is_file()} if folder.is_dir() else {}
+    stamps: tuple[tuple[str, int, int], ...] = value_as(
+        identity.get("weights", []), tuple[tuple[str, int, int], ...], "weights"
     )
-    for name, size, _ in weights:
+    digests = dict[str, str]()
+    for part in ("files", "digests"):
+        digests |= value_as(identity.get(part, {}), Mapping[str, str], part)
+    paths = folder.iterdir() if folder.is_dir() else ()
+    known = {path.name: path for path in paths if path.is_file()}
+    for name, size, _ in stamps:
         if name not in known or known[name].stat().st_size != size:
-            return str(name)
-    for name, digest in {**files, **digests}.items():
+            return name
+    for name, digest in digests.items():
         if name not in known or file_digest(known[name]) != digest:
             return name
     return None
-
-
-def notice(result: GateResult) -> tuple[Literal["error", "warning"], str] | None:
-    """Return the level and text by which a CI job is told of a verdict; None for a pass."""
-    if result.verdict == "pass":
-        return None
-    return "error" if result.verdict == "fail" else "warning", "\n".join(
-        [verdict_line(result), *advice(result)]
-    )
-
-
-def append_summary(result: GateResult, path: Path) -> None:
-    """Append the Markdown to the summary of a CI job; a file that cannot be written is a warning,
-    no failed gate."""
-    try:
-        with path.open("a", encoding="utf-8", errors=LONE_HALVES) as stream:
-            stream.write(f"\n{gate_page(result)}\n")
-    except OSError as error:
-        logger.warning("the gate's summary could not be appended to %s: %s", path, error.strerror)
 
 
 def card_metrics(result: GateResult) -> list[EvalResult]:
@@ -527,8 +463,7 @@ def card_metrics(result: GateResult) -> list[EvalResult]:
             metric_type=task.metric,
             metric_name=(
                 f"{task.metric} (base {level(task.base)}, drop {change(task.drop, task.kind)}, at "
-                "most "
-                f"{change(task.upper, task.kind)} {sure})"
+                f"most {change(task.upper, task.kind)} {sure})"
             ),
             metric_value=float(f"{task.compressed:.6g}"),
             verified=False,
@@ -545,14 +480,10 @@ def eval_results(result: GateResult) -> bytes:
     for task in result.tasks:
         if task.task in result.benchmarks and math.isfinite(task.compressed):
             dataset_id, task_id = result.benchmarks[task.task]
-            lm_eval = (
-                f"{task.task} {task.version} of lm-eval {result.versions.get('lm-eval', '')}"
-            ).rstrip()
-            notes = f"{task.metric} on {task.items:,} items, {lm_eval}"
+            lm_eval = result.versions.get("lm-eval", "")
+            notes = f"{task.metric} on {task.items:,} items, {task.task} {task.version} of lm-eval"
             value = float(f"{task.compressed:.6g}")
+            notes = f"{notes} {lm_eval}".rstrip()
             entries.append(EvalResultEntry(dataset_id, task_id, value, notes=notes))
-    return (
-        yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False).encode()
-        if entries
-        else b""
-    )
+    content = eval_result_entries_to_yaml(entries)
+    return yaml.safe_dump(content, sort_keys=False).encode() if entries else b""

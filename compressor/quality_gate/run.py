@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.answers.forms import SERVED, same_forms, samples, task_forms
-from compressor.answers.generation import PromptSet, StockGenerator, writer_of
+from compressor.answers.generation import PromptSet, writer_of
 from compressor.answers.lm_eval_run import TaskEvaluation, identity, plan_evaluation
 from compressor.answers.scores import ItemScores
 from compressor.answers.server import Server
@@ -27,9 +27,9 @@ from compressor.checkpoint.source import ModelSource
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.files import default_folder
+from compressor.formatting import joined
 from compressor.progress import Progress
-from compressor.quality_gate.anomalies import find_anomalies
-from compressor.quality_gate.baseline import Baseline
+from compressor.quality_gate.baseline import ANEW, COMPUTING, Baseline
 from compressor.quality_gate.behaviour import UNIT, evaluate_behaviour, stock_pair
 from compressor.quality_gate.options import LENGTH, GateOptions
 from compressor.quality_gate.recorded import refuse_others
@@ -37,12 +37,13 @@ from compressor.quality_gate.statistics import (
     MOST_ITEMS,
     POOLED,
     at_most,
+    conclude,
     judge,
-    overall,
     shown_by,
 )
-from compressor.quality_gate.teacher_forced import check_options, read_all
+from compressor.quality_gate.teacher_forced import read_all
 from compressor.quality_gate.verdict import Asked, GateResult, Side
+from compressor.records import plain_json
 from compressor.run_record import PACKAGES, versions
 
 FLIPS = (0.0, 0.02, 0.05)  # shares of items that two models answer differently
@@ -68,7 +69,7 @@ class GateRequest:
         cache: Path | None = None,
     ) -> "GateRequest":
         """Check the options and read the prompts."""
-        check_options(options)
+        options.check()
         baseline = None if options.baseline is None else Baseline.read(options.baseline)
         if baseline is not None:
             options = baseline.complete(options)
@@ -117,33 +118,26 @@ def analyse_power(tasks: Sequence[EvaluationTask], gate: GateRequest) -> PowerAn
     options = gate.options
     alpha = 1 - options.confidence
 
-    def task_power(name: str, items: int, max_drop: float) -> TaskPower:
-        return TaskPower(
-            name, items, max_drop, tuple(shown_by(items, flips, alpha) for flips in FLIPS)
-        )
-
-    rows = []
+    measures = []
+    refusals = []
     scored = [task for task in tasks if not task.likelihood]
     for task in tasks:
-        if task.likelihood:
-            rows.append(TaskPower(task.name, task.items(options.limit), options.max_drop, None))
-        else:
-            rows.append(task_power(task.name, task.items(options.limit), options.task_drop))
-    refusals = []
+        margin = options.max_drop if task.likelihood else options.task_drop
+        measures.append((task.name, task.items(options.limit), margin, not task.likelihood))
     if gate.prompts is not None:
         answers = gate.prompts.answers
         for name, (option, rise) in options.answer_limits.items():
-            rows.append(
-                TaskPower(name, answers, rise, None)
-                if name == LENGTH
-                else task_power(name, answers, rise)
-            )
+            measures.append((name, answers, rise, name != LENGTH))
             refusals.append(_refusal(options, answers, UNIT, option, rise))
-    pooled = None
     if scored:
         items = sum(task.items(options.limit) for task in scored)
-        pooled = task_power(POOLED, items, options.max_drop)
+        measures.append((POOLED, items, options.max_drop, True))
         refusals.append(_refusal(options, items, "items", "--max-drop", options.max_drop, scored))
+    rows = []
+    for name, items, margin, is_share in measures:
+        shown = tuple(shown_by(items, flips, alpha) for flips in FLIPS) if is_share else None
+        rows.append(TaskPower(name, items, margin, shown))
+    pooled = rows.pop() if scored else None
     refusal = next(filter(None, refusals), None)
     return PowerAnalysis(tuple(rows), pooled, options.confidence, refusal=refusal)
 
@@ -152,8 +146,21 @@ def read_tasks(gate: GateRequest) -> tuple[tuple[EvaluationTask, ...], PowerAnal
     """Read a gate's tasks, on the first process before the others, and return them with their power
     analysis."""
     baseline = gate.baseline
+    path = gate.options.baseline
     if baseline is not None:
-        baseline.check_request(gate.evaluation.facts(), gate.options.tasks, gate.options.baseline)
+        for name, value in plain_json(gate.evaluation.facts()).items():
+            if name not in COMPUTING and value != baseline.facts.get(name):
+                raise CompressionError(
+                    f"{path} was made with {name} {baseline.facts.get(name)}, and this gate is to "
+                    f"use {value}; leave out --{name.replace('_', '-')}, {ANEW}"
+                )
+        known = [*baseline.settings.get("tasks", ()), *(scores.task for scores in baseline.tasks)]
+        for task in gate.options.tasks:
+            if task not in known:
+                names = joined(list(dict.fromkeys(known)))
+                raise CompressionError(
+                    f"{path} has no answers to {task}, only to {names}; name these, {ANEW}"
+                )
     tasks = ranks().first_before_others(lambda: resolve_tasks(gate.evaluation))
     for name in gate.options.expectations.keys() - {task.name for task in tasks}:
         raise CompressionError(
@@ -166,7 +173,7 @@ def read_tasks(gate: GateRequest) -> tuple[tuple[EvaluationTask, ...], PowerAnal
             "do_sample=true,temperature=1, or leave it out"
         )
     if baseline is not None:
-        baseline.answers_to(tasks, gate.options.baseline)
+        baseline.answers_to(tasks, path)
     return tasks, analyse_power(tasks, gate)
 
 
@@ -217,12 +224,12 @@ def _refusal(
             return sum(task.items(limit) for task in tasks)
 
         if options.limit is not None and items_at(None) >= enough:
-            how = f"--limit {bisect_left(range(enough), enough, key=items_at)}"
+            limit = bisect_left(range(enough), enough, key=items_at)
+            how = f"--limit {limit}"
         remedies.insert(0, f"at least {enough:,} {unit} ({how})")
     return (
         f"this gate could not even pass an identical model: {count:,} {unit} cannot show with "
-        "confidence "
-        f"{100 * options.confidence:g}% a loss of no more than {margin:g}; it takes "
+        f"confidence {100 * options.confidence:g}% a loss of no more than {margin:g}; it takes "
         f"{', or '.join(remedies)}"
     )
 
@@ -256,14 +263,12 @@ def run_gate(
     Raises `CompressionError` if a model cannot be evaluated or the two did not answer the same
     items."""
     options = gate.options
-    evaluation_options = gate.evaluation
     rows = options.batch_size if isinstance(options.batch_size, int) else None
     base_writer = writer_of(base, base_server, rows, gate.device, gate.dtype)
     writer = writer_of(compressed, server, rows, gate.device, gate.dtype)
-    if options.reads:
-        # text that cannot be read is refused before tasks are answered for hours
-        stock_pair(base_writer, writer, options)
-        check_readings(base, gate)
+    stock = stock_pair(base_writer, writer, options)
+    if options.reads and stock is not None:
+        read_all(stock[0], options)  # what cannot be is refused before tasks are answered for hours
     compressed_identity = ranks().broadcast(lambda: identity(compressed, server, digests=True))
     content = dict(compressed_identity)
     content.pop("weights", None)  # whose times of change differ in a model made again
@@ -272,13 +277,11 @@ def run_gate(
     scores = dict[Side, list[ItemScores]]()
     baseline = gate.baseline
     if baseline is None:
-        evaluations["base"] = plan_evaluation(
-            base, tasks, evaluation_options, gate.cache, base_server
-        )
+        evaluations["base"] = plan_evaluation(base, tasks, gate.evaluation, gate.cache, base_server)
     else:
         scores["base"] = baseline.answers_to(tasks, options.baseline)
     evaluations["compressed"] = plan_evaluation(
-        compressed, tasks, evaluation_options, gate.cache, server, content
+        compressed, tasks, gate.evaluation, gate.cache, server, content
     )
     seconds = dict[str, float]()
     speeds = dict[str, float]()
@@ -301,13 +304,7 @@ def run_gate(
                 after,
                 f"{before.task}, {options.baseline or base_writer.label} and {writer.label}",
             )
-    judged, pooled = judge(
-        scores["base"],
-        scores["compressed"],
-        options.max_drop,
-        options.task_drop,
-        options.confidence,
-    )
+    judgement = judge(scores["base"], scores["compressed"], options)
     behaviour = evaluate_behaviour(
         base_writer,
         writer,
@@ -320,7 +317,7 @@ def run_gate(
         lambda usable: passable(analyse_power(tasks, replace(gate, prompts=usable))),
         reads_written=False,
     )
-    facts = evaluation_options.facts()
+    facts = gate.evaluation.facts()
     written = behaviour.written
     if written is not None:
         facts |= {"prompts": written.prompts, "seeds": written.seeds, **written.options}
@@ -328,18 +325,13 @@ def run_gate(
         facts["settings"] = {
             name: own.model_dump(exclude_none=True) for name, own in options.settings.items()
         }
-    anomalies = find_anomalies(judged, scores["base"], options.expectations, asked)
-    return GateResult(
-        verdict=overall(
-            [*judged, *([] if pooled is None else [pooled])], behaviour.conditions, anomalies
-        ),
+    return conclude(
+        judgement,
+        scores["base"],
+        options,
+        behaviour.conditions,
         base=base_writer.label if baseline is None else baseline.base,
         compressed=label or writer.label,
-        max_drop=options.max_drop,
-        max_task_drop=options.task_drop,
-        confidence=options.confidence,
-        pooled=pooled,
-        tasks=judged,
         options=facts,
         base_identity=identity(base, base_server) if baseline is None else baseline.identity,
         compressed_identity=compressed_identity,
@@ -350,14 +342,6 @@ def run_gate(
         items_per_second=speeds,
         reused_base=bool(tasks) and ("base" not in evaluations or not evaluations["base"].missing),
         streamed=tuple(streamed),
-        conditions=behaviour.conditions,
         text=behaviour.text,
         answers=behaviour.answers,
-        anomalies=anomalies,
     )
-
-
-def check_readings(base: ModelSource, gate: GateRequest) -> None:
-    """Refuse text and answers that a gate's base cannot take."""
-    if gate.options.reads:
-        read_all(StockGenerator(base, gate.device, gate.dtype), gate.options)

@@ -35,10 +35,15 @@ Other scores and likelihoods: Student's t holds its level where items differ in 
 Where few of the items differ `rule_of_three` counts too, where a few differ very much `student`
 with `skew`; of several tests of one drop the most careful one counts. With differences as skewed as
 an exponential distribution and lengths as uneven as 1 to 20, 62 documents pass falsely in 6.4 % of
-samples at confidence 0.95 (9.4 % by t alone), and 250 in 5.4 % (7.0 %)."""
+samples at confidence 0.95 (9.4 % by t alone), and 250 in 5.4 % (7.0 %).
+
+Anomalies are scores that say more about how models were asked than about the models: a base is
+tested against the score that it should have and against guessing, and a smaller model for being
+better than its base. The p-values of all these tests are corrected together (Holm), so that where
+nothing is wrong an anomaly is found in at most `FALSE_ALARMS` of samples."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any, Literal, NamedTuple
@@ -50,7 +55,16 @@ from numpy.typing import NDArray
 from compressor.answers.scores import ItemScores
 from compressor.errors import CompressionError
 from compressor.formatting import joined
-from compressor.quality_gate.verdict import Anomaly, GateCondition, TaskGate, Verdict
+from compressor.quality_gate.options import Expectation, GateOptions
+from compressor.quality_gate.verdict import (
+    Anomaly,
+    Asked,
+    GateCondition,
+    GateResult,
+    Judgement,
+    TaskGate,
+    Verdict,
+)
 
 TAILS = 9.0  # standard deviations of the number of flips beyond which nothing is summed
 SLACK = 20  # flips more at either end, for a number of flips too small to be taken for normal
@@ -59,6 +73,12 @@ POOLED = "all together"  # name of the pool beside those of tasks
 FEW = 30  # scores that differ, under which what none of them showed counts as well
 MOST_ITEMS = 10_000_000  # beyond which a number of items helps nobody
 FAR = 1e6  # standard errors, beyond which a distance says no more
+FALSE_ALARMS = 0.05
+SURE = 2.0  # standard errors: the tolerance of a score that is given without one
+ABOVE_CHANCE = 0.15  # share of items: a base that gets so many more right than guessing is in order
+# share of answers that reach the token limit from which this is the likely cause of wrong ones
+MANY_CUT = 0.1
+NOTICEABLE = 0.1  # p of as many right answers by guessing, below which a base is better than that
 
 Array = NDArray[np.float64]
 
@@ -190,7 +210,8 @@ def at_most(lost: float, gained: float, items: int, drop: float) -> float:
     """Return p of a net loss of `lost - gained` or less of `items` items, if the true drop were
     `drop`.
 
-    Falls as `drop` rises, so that a small one shows a drop under `drop`.
+    Falls as `drop` rises, so that a small one shows a drop under `drop`. With `lost` and `gained`
+    the other way round and `-drop` it is p of such a net loss or more.
     """
     if abs(drop) > 1:  # no such drop exists, so the true one lies on the near side of it
         return float(drop < 0)
@@ -209,15 +230,9 @@ def at_most(lost: float, gained: float, items: int, drop: float) -> float:
     return min(float(tail.sum()), 1.0)
 
 
-def at_least(lost: float, gained: float, items: int, drop: float) -> float:
-    """Return p of a net loss of `lost - gained` or more of `items` items, if the true drop were
-    `drop`."""
-    return at_most(gained, lost, items, -drop)
-
-
 def upper_bound(lost: float, gained: float, items: int, alpha: float) -> float:
     """Return the drop at which `at_most` is `alpha`: the true one is above it in at most that share
-    of samples."""
+    of samples. The lower bound is that of the mirrored counts, with a minus."""
     if lost == items:
         return 1.0
     return float(
@@ -225,11 +240,6 @@ def upper_bound(lost: float, gained: float, items: int, alpha: float) -> float:
             lambda drop: at_most(lost, gained, items, drop) - alpha, -1.0, 1.0, xtol=1e-13
         )
     )
-
-
-def lower_bound(lost: float, gained: float, items: int, alpha: float) -> float:
-    """Return the drop at which `at_least` is `alpha`."""
-    return -upper_bound(gained, lost, items, alpha)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -252,92 +262,36 @@ class PairedItems:
         return self.kind == "score" and bool(np.isin(values, (0, 1)).all())
 
 
-def compare_items(base: ItemScores, compressed: ItemScores) -> PairedItems:
-    """Pair two models' results by item; refuse results that were not scored alike."""
-    before = sorted(base.items, key=lambda item: item.id)
-    after = sorted(compressed.items, key=lambda item: item.id)
-    weights = [item.weight for item in before]
-    differing = [
-        name
-        for name in ("metric", "version", "kind")
-        if getattr(base, name) != getattr(compressed, name)
-    ]
-    if [(item.id, item.weight) for item in before] != [(item.id, item.weight) for item in after]:
-        differing.append("items")
-    if differing:
-        raise CompressionError(
-            f"{base.task}: the base and the compressed model were scored with different "
-            f"{joined(differing)}: evaluate "
-            "both anew, with another --cache-dir"
-        )
-    empty = sum(weight <= 0 for weight in weights)
-    if empty:
-        raise CompressionError(
-            f"{base.task}, {base.metric}: {empty} of {len(weights)} items have no words or bytes: "
-            "leave them out of "
-            "the task"
-        )
-    return PairedItems(
-        task=base.task,
-        metric=base.metric,
-        version=base.version,
-        kind=base.kind,
-        base=np.array([item.score for item in before]),
-        compressed=np.array([item.score for item in after]),
-        weights=np.array(weights),
-    )
-
-
-def pool(pairs: Sequence[PairedItems]) -> PairedItems | None:
-    """Pool the items of all tasks that are answered right or wrong; None without such a task."""
-    binary = [task for task in pairs if task.binary]
-    if not binary:
-        return None
-    metric = " and ".join(dict.fromkeys(task.metric for task in binary))
-    base = np.concatenate([task.base for task in binary])
-    compressed = np.concatenate([task.compressed for task in binary])
-    return PairedItems(POOLED, metric, "", "score", base, compressed, np.ones(len(base)))
-
-
-def unseen(pairs: PairedItems) -> tuple[float, float] | None:
-    """Return the reach and number of items of changes too rare for t; None if enough items differ.
-
-    Scores and lengths span the range of those seen, or 1. Of a likelihood task every word is
-    compared, and a model that changes changes all of them a little, so there is something to add
-    only if nothing differs at all."""
-    differing = int((pairs.base != pairs.compressed).sum())
-    if differing >= (1 if pairs.kind == "likelihood" else FEW):
-        return None
-    seen = np.concatenate([pairs.base, pairs.compressed])
-    if pairs.kind == "likelihood":
-        seen = seen / np.tile(pairs.weights, 2)
-    return float(np.ptp(seen)) or 1.0, float(pairs.weights.sum())
-
-
 def evidence(pairs: PairedItems, margin: float, alpha: float) -> Evidence:
     """Combine all tests of one drop: a difference of means, or the logarithm of a ratio of
     perplexities."""
     drops = pairs.base - pairs.compressed
     items = len(pairs.base)
     if pairs.binary:
-        counts = int((drops > 0).sum()), int((drops < 0).sum()), items
+        lost = int((drops > 0).sum())
+        gained = int((drops < 0).sum())
         return Evidence(
-            lower=lower_bound(*counts, alpha),
-            upper=upper_bound(*counts, alpha),
-            p_pass=at_most(*counts, margin),
-            p_fail=at_least(*counts, margin),
+            lower=-upper_bound(gained, lost, items, alpha),
+            upper=upper_bound(lost, gained, items, alpha),
+            p_pass=at_most(lost, gained, items, margin),
+            p_fail=at_most(gained, lost, items, -margin),
         )
     estimate = ratio(drops, pairs.weights)
     error = ratio_error(drops, pairs.weights)
     freedom = freedom_of(pairs.weights)
     tests = [student(estimate, error, freedom, margin, alpha)]
     if items > 1:
-        tests.append(
-            student(estimate, error, freedom, margin, alpha, skewness(drops, pairs.weights))
-        )
-    rare = unseen(pairs)
-    if rare is not None:
-        tests.append(rule_of_three(estimate, *rare, margin, alpha))
+        skew = skewness(drops, pairs.weights)
+        tests.append(student(estimate, error, freedom, margin, alpha, skew))
+    likelihood = pairs.kind == "likelihood"
+    # Of a likelihood task every word is compared, and a model that changes changes all of them a
+    # little, so there is something unseen only if nothing differs at all.
+    if np.count_nonzero(drops) < (1 if likelihood else FEW):
+        seen = np.concatenate([pairs.base, pairs.compressed])
+        if likelihood:
+            seen = seen / np.tile(pairs.weights, 2)
+        reach = float(np.ptp(seen)) or 1.0  # the range of the scores seen, or 1
+        tests.append(rule_of_three(estimate, reach, float(pairs.weights.sum()), margin, alpha))
     return most_careful(tests)
 
 
@@ -418,14 +372,10 @@ def measure_change(pairs: PairedItems, limit: float, alpha: float) -> TaskGate:
 
     The p-value of a fail is that of a change as large either way, so it holds for limits near 0,
     too."""
-    mirrored = replace(pairs, base=pairs.compressed, compressed=pairs.base)
-    p_pass = 0.0
-    p_fail = 1.0
-    for way in (pairs, mirrored):
-        tests = evidence(way, limit, alpha)
-        opposite = evidence(way, -limit, alpha)
-        p_pass = max(p_pass, float(tests.p_pass))
-        p_fail = min(p_fail, float(tests.p_fail + opposite.p_fail))
+    above = evidence(pairs, limit, alpha)
+    below = evidence(pairs, -limit, alpha)
+    p_pass = float(max(above.p_pass, below.p_fail))
+    p_fail = float(min(above.p_fail + below.p_fail, above.p_pass + below.p_pass, 1.0))
     task = measure(pairs, limit, alpha, True)
     return replace(task, p_pass=p_pass, p_fail=p_fail, verdict=verdict(p_pass, p_fail, alpha))
 
@@ -439,37 +389,135 @@ def verdict(p_pass: float, p_fail: float, alpha: float) -> Verdict:
 
 
 def judge(
-    base: Sequence[ItemScores],
-    compressed: Sequence[ItemScores],
-    max_drop: float,
-    max_task_drop: float,
-    confidence: float,
-) -> tuple[tuple[TaskGate, ...], TaskGate | None]:
-    """Test two models' items of the same tasks, wherever they come from: each task, and the pool if
-    there is one.
+    base: Sequence[ItemScores], compressed: Sequence[ItemScores], gate: GateOptions
+) -> Judgement:
+    """Test two models' items of the same tasks, wherever they come from: each task, and the pool of
+    all items that are answered right or wrong, if there are any.
 
     Bounds are each task's own, p-values and verdicts of tasks are corrected for their number (Holm
-    1979). All that has to pass has to do so by itself, so the pool needs no correction."""
-    alpha = 1 - confidence
-    pairs = [compare_items(*task) for task in zip(base, compressed, strict=True)]
-    tasks = [
-        measure(task, max_task_drop if task.binary else max_drop, alpha, not task.binary)
-        for task in pairs
-    ]
+    1979). All that has to pass has to do so by itself, so the pool needs no correction. Raises
+    `CompressionError` for results that were not scored alike."""
+    alpha = 1 - gate.confidence
+    pairs = [pair_items(*task) for task in zip(base, compressed, strict=True)]
+    tasks = []
+    for pair in pairs:
+        margin = gate.task_drop if pair.binary else gate.max_drop
+        tasks.append(measure(pair, margin, alpha, not pair.binary))
     passing = holm(np.array([task.p_pass for task in tasks])).tolist()
     failing = holm(np.array([task.p_fail for task in tasks])).tolist()
-    judged = []
-    for task, p_pass, p_fail, first, second in zip(
-        tasks, passing, failing, base, compressed, strict=True
-    ):
-        cut = None if first.cut is None or second.cut is None else (first.cut, second.cut)
-        judged.append(
-            replace(
-                task, p_pass=p_pass, p_fail=p_fail, verdict=verdict(p_pass, p_fail, alpha), cut=cut
-            )
+    for index, (first, second) in enumerate(zip(base, compressed, strict=True)):
+        p_pass = passing[index]
+        p_fail = failing[index]
+        tasks[index] = replace(
+            tasks[index],
+            p_pass=p_pass,
+            p_fail=p_fail,
+            verdict=verdict(p_pass, p_fail, alpha),
+            cut=None if first.cut is None or second.cut is None else (first.cut, second.cut),
         )
-    binary = pool(pairs)
-    return tuple(judged), None if binary is None else measure(binary, max_drop, alpha, True)
+    keys = {(pair.task, pair.metric, pair.kind) for pair in pairs}
+    binary = []
+    for pair in pairs:
+        # a problem of EvalPlus counts once, by all of its tests
+        if pair.binary and (f"{pair.task}+", pair.metric, pair.kind) not in keys:
+            binary.append(pair)
+    if not binary:
+        return Judgement(tuple(tasks), None)
+    metric = " and ".join(dict.fromkeys(pair.metric for pair in binary))
+    before = np.concatenate([pair.base for pair in binary])
+    after = np.concatenate([pair.compressed for pair in binary])
+    pool = PairedItems(POOLED, metric, "", "score", before, after, np.ones(len(before)))
+    return Judgement(tuple(tasks), measure(pool, gate.max_drop, alpha, True))
+
+
+def pair_items(base: ItemScores, compressed: ItemScores) -> PairedItems:
+    """Pair two models' results by item; refuse results that were not scored alike."""
+    before = sorted(base.items, key=lambda item: item.id)
+    after = sorted(compressed.items, key=lambda item: item.id)
+    weights = [item.weight for item in before]
+    differing = []
+    for name in ("metric", "version", "kind"):
+        if getattr(base, name) != getattr(compressed, name):
+            differing.append(name)
+    if [(item.id, item.weight) for item in before] != [(item.id, item.weight) for item in after]:
+        differing.append("items")
+    if differing:
+        raise CompressionError(
+            f"{base.task}: the base and the compressed model were scored with different "
+            f"{joined(differing)}: evaluate both anew, with another --cache-dir"
+        )
+    empty = sum(weight <= 0 for weight in weights)
+    if empty:
+        raise CompressionError(
+            f"{base.task}, {base.metric}: {empty} of {len(weights)} items have no words or bytes: "
+            "leave them out of the task"
+        )
+    first = np.array([item.score for item in before])
+    second = np.array([item.score for item in after])
+    kind = base.kind
+    return PairedItems(base.task, base.metric, base.version, kind, first, second, np.array(weights))
+
+
+def find_anomalies(
+    rows: Sequence[TaskGate],
+    base: Sequence[ItemScores],
+    expectations: Mapping[str, Expectation],
+    asked: Asked,
+) -> tuple[Anomaly, ...]:
+    """Return the anomalies of tasks with the base's scores on them; `asked` names the chat template
+    of each task, as far as it is known."""
+    binom = scipy.stats.binom
+    suspects = []
+    for row, scores in zip(rows, base, strict=True):
+        values = np.array(scores.values)
+        right = values.sum()
+        if row.task in expectations:
+            expected = expectations[row.task]
+            tolerance = expected.tolerance
+            # the two-sided p if the true score is within the tolerance: exact if right or wrong
+            if row.mcnemar is None:
+                weights = np.array([item.weight for item in scores.items])
+                error = ratio_error(values, weights)
+                if row.kind == "likelihood":
+                    error = error * row.base
+                # a metric of which less is better is negated
+                distance = abs(abs(row.base) - abs(expected.value))
+                distance = distance - (SURE * error if tolerance is None else tolerance)
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    far = np.nan_to_num(distance / error)
+                tail = scipy.special.stdtr(max(row.items - 1, 1), -far)
+            else:
+                tolerance = SURE * 0.5 / row.items**0.5 if tolerance is None else tolerance
+                low, high = np.clip([expected.value - tolerance, expected.value + tolerance], 0, 1)
+                few = binom.cdf(right, row.items, low)
+                tail = min(few, binom.sf(right - 1, row.items, high))
+            p = min(2 * float(tail), 1.0)
+            suspects.append((row, f"not {expected.score} as expected", p))
+        if row.mcnemar is None:
+            continue
+        if scores.chance is not None:
+            # of so few right answers if many more than by guessing are due
+            p = float(binom.cdf(right, row.items, min(scores.chance + ABOVE_CHANCE, 1.0)))
+            if binom.sf(right - 1, row.items, scores.chance) < NOTICEABLE:
+                p = 1.0
+            suspects.append((row, f"no better than guessing, {scores.chance:.4f}", p))
+        if row.gained > row.lost:
+            reason = f"clearly worse than the compressed model, {row.compressed:.4f}"
+            suspects.append((row, reason, row.mcnemar))
+    corrected = holm(np.array([p for *_, p in suspects])).tolist()
+    anomalies = []
+    for (row, reason, _), p in zip(suspects, corrected, strict=True):
+        if p >= FALSE_ALARMS:
+            continue
+        cause = "most often a broken or missing chat template"
+        if row.cut is not None and row.cut[0] >= MANY_CUT:
+            reached = f"{row.cut[0]:.1%} of its answers reached the token limit"
+            cause = f"likely since {reached}; else {cause}"
+        if row.task in asked:
+            cause += f"; used was {asked[row.task]['chat_template'] or 'none'}"
+        sentence = f"ANOMALOUS: on {row.task} the base scores {row.base:.4f}, {reason} ({cause})"
+        anomalies.append(Anomaly(row.task, sentence, p))
+    return tuple(anomalies)
 
 
 def overall(
@@ -487,6 +535,30 @@ def overall(
     if "fail" in deciding or any(row.verdict == "fail" for row in rows):
         return "fail"
     return "pass" if deciding == {"pass"} and not anomalies else "inconclusive"
+
+
+def conclude(
+    judgement: Judgement,
+    base_scores: Sequence[ItemScores],
+    gate: GateOptions,
+    conditions: tuple[GateCondition, ...],
+    **facts: Any,
+) -> GateResult:
+    """Return the verdict on tasks with the base's scores on them and on conditions, with further
+    facts of the result."""
+    tasks, pooled = judgement
+    anomalies = find_anomalies(tasks, base_scores, gate.expectations, facts.get("asked", {}))
+    return GateResult(
+        verdict=overall(judgement.rows, conditions, anomalies),
+        max_drop=gate.max_drop,
+        max_task_drop=gate.task_drop,
+        confidence=gate.confidence,
+        pooled=pooled,
+        tasks=tasks,
+        conditions=conditions,
+        anomalies=anomalies,
+        **facts,
+    )
 
 
 def advise(task: TaskGate, confidence: float, unit: str = "items", what: str = "drop") -> str:

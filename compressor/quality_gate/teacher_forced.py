@@ -7,7 +7,7 @@ needed."""
 
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,41 +15,29 @@ import torch
 from scipy.special import stdtrit
 from torch.nn.utils.rnn import pad_sequence
 
-from compressor.answers.generation import Answer, StockGenerator
+from compressor.answers.generation import StockGenerator
 from compressor.answers.prompts import Prompt, is_chat, tokens_of
 from compressor.data.batches import BATCH_SIZE, EvaluationSet
 from compressor.data.chats import CHAT_COLUMNS, note_columns, read_row, untaken
 from compressor.data.documents import read_tokens
 from compressor.data.rows import source_rows
 from compressor.data.sources import WeightedSource, domain_of
-from compressor.divergence.evaluator import FEWEST, Evaluator, Figures
+from compressor.divergence.evaluator import Evaluator
 from compressor.divergence.teacher_outputs import check_base
 from compressor.errors import CompressionError, ItemError, LeftOut
 from compressor.formatting import common_prefix
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.tokenizer import check_vocabulary, first_part, load_tokenizer, render_chat
-from compressor.progress import Progress, Silent, quiet_transformers
-from compressor.quality_gate.domain_divergence import CONFIDENCE, DomainDivergence, Paired
+from compressor.progress import Progress, quiet_transformers
+from compressor.quality_gate.domain_divergence import DomainDivergence, Paired
 from compressor.quality_gate.domains import domain_divergence
 from compressor.quality_gate.endings import Markers
-from compressor.quality_gate.options import BehaviourOptions, Limits
+from compressor.quality_gate.options import FEWEST, SHORTEST, BehaviourOptions, Limits
 from compressor.quality_gate.verdict import GateCondition, Verdict
 
-SHORTEST = 16  # tokens of a sequence of text
 # figures of a domain that may have a limit
 LIMITED = {"flips": "share of flips", "loss": "rise of the loss"}
 END, THINKING_END = "the answer", "its thinking"
-
-
-def check_options(options: BehaviourOptions) -> None:
-    """Refuse options that do not go together, or that give too little text to show a difference."""
-    options.check()
-    if options.reads and (options.text_samples < FEWEST or options.text_length < SHORTEST):
-        raise CompressionError(
-            f"{options.text_samples} sequences of {options.text_length} tokens tell no "
-            "difference; give --text-samples "
-            f"{FEWEST} and --text-length {SHORTEST} at the least"
-        )
 
 
 def text_sets(
@@ -70,8 +58,7 @@ def text_sets(
         if sequence_length < SHORTEST:
             raise CompressionError(
                 f"--text {source} gives {tokens:,} tokens, too few to tell a difference; give it "
-                "more text, at least "
-                f"{FEWEST * SHORTEST:,}"
+                f"more text, at least {FEWEST * SHORTEST:,}"
             )
         batches[domain] += stream.rows(sequence_length)[: options.text_samples].split(BATCH_SIZE)
     return tuple(EvaluationSet(domain, tuple(parts)) for domain, parts in batches.items())
@@ -86,14 +73,6 @@ class TeacherForcedAnswer:
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
     seed: int = 0
-
-
-def teacher_forced(
-    prompt: Prompt, answer: Answer, tokenizer: Any, chat: bool = False
-) -> TeacherForcedAnswer:
-    """Return an answer that a checkpoint has written as tokens."""
-    before = tokens_of(prompt, tokenizer, chat)
-    return TeacherForcedAnswer(prompt.id, prompt.domain, before, answer.tokens, answer.seed)
 
 
 def read_answers(
@@ -233,62 +212,53 @@ class AnswerDivergence:
     elsewhere: tuple[float, float] | None  # and the mean of it at the answer's other tokens
 
 
-@dataclass(frozen=True, slots=True)
-class TeacherForcedDivergence:
-    """Divergence on text and on answers; None for what was not read."""
-
-    text: DomainDivergence | None = None
-    answers: DomainDivergence | None = None
-    each: tuple[AnswerDivergence, ...] = ()  # of the answers, longest first by domain
+# on text and on answers, None for what was not read; and of each answer, longest first by domain
+Divergence = tuple[DomainDivergence | None, DomainDivergence | None, tuple[AnswerDivergence, ...]]
 
 
 def measure_divergence(
     base: OpenModel,
     compressed: OpenModel,
-    texts: Sequence[EvaluationSet] = (),
-    answers: Sequence[TeacherForcedAnswer] = (),
-    stop_tokens: Mapping[str, Sequence[int]] | None = None,
-    confidence: float = CONFIDENCE,
-    progress: Progress | None = None,
-) -> TeacherForcedDivergence:
+    texts: Sequence[EvaluationSet],
+    answers: Sequence[TeacherForcedAnswer],
+    stop_tokens: Mapping[str, Sequence[int]],
+    confidence: float,
+    progress: Progress,
+) -> Divergence:
     """Compare both models on texts and answers, in one streamed pass of each.
 
     Raises `CompressionError` for models of other vocabularies or tokenizers.
     """
     check_base(compressed, base)
-    stop_tokens = stop_tokens or {}
     forced_sets, order = answer_sets(answers, base.vocabulary)
     evaluator = Evaluator(base, [*texts, *forced_sets], [*stop_tokens.values()])
-    (figures,) = evaluator.measure(compressed, progress=progress or Silent(), phase="judge")
+    (figures,) = evaluator.measure(compressed, progress=progress, phase="judge")
     named_sets = list(enumerate(evaluator.names))
     of_texts = dict(named_sets[: len(texts)])
     of_answers = dict(named_sets[len(texts) :])
-    return TeacherForcedDivergence(
-        domain_divergence(figures, of_texts, (), confidence) if of_texts else None,
-        domain_divergence(figures, of_answers, [*stop_tokens], confidence) if of_answers else None,
-        tuple(_figures_of_answers(order, figures.of(of_answers))),
-    )
-
-
-def _figures_of_answers(
-    answers: Sequence[TeacherForcedAnswer], figures: Figures
-) -> Iterator[AnswerDivergence]:
-    for index, answer in enumerate(answers):
+    by_answer = figures.of(of_answers)
+    each = []
+    for index, answer in enumerate(order):
         end = elsewhere = None
         tokens = len(answer.answer)
-        if figures.stop_tokens.shape[1]:
-            due, base, smaller, base_elsewhere, smaller_elsewhere = figures.stop_tokens[
-                index, 0
-            ].tolist()
+        if stop_tokens:
+            due, *sums = by_answer.stop_tokens[index, 0].tolist()
             if due:
-                end = (base / due, smaller / due)
+                end = (sums[0] / due, sums[1] / due)
             if tokens > due:
-                elsewhere = (base_elsewhere / (tokens - due), smaller_elsewhere / (tokens - due))
-        kl = float(figures.kl[index])
-        flips = float(figures.flips[index])
-        yield AnswerDivergence(
-            answer.id, answer.seed, answer.domain, tokens, kl, flips, end, elsewhere
+                elsewhere = (sums[2] / (tokens - due), sums[3] / (tokens - due))
+        kl = float(by_answer.kl[index])
+        flips = float(by_answer.flips[index])
+        each.append(
+            AnswerDivergence(
+                answer.id, answer.seed, answer.domain, tokens, kl, flips, end, elsewhere
+            )
         )
+    return (
+        domain_divergence(figures, of_texts, (), confidence) if of_texts else None,
+        domain_divergence(figures, of_answers, [*stop_tokens], confidence) if of_answers else None,
+        tuple(each),
+    )
 
 
 def read_all(
@@ -310,7 +280,10 @@ def read_all(
 
 
 def divergence_conditions(
-    divergence: TeacherForcedDivergence, limits: Limits, confidence: float
+    text: DomainDivergence | None,
+    answers: DomainDivergence | None,
+    limits: Limits,
+    confidence: float,
 ) -> tuple[GateCondition, ...]:
     """Return a condition for each limit and each domain of texts and answers; each has to pass.
 
@@ -318,10 +291,10 @@ def divergence_conditions(
     (Bonferroni)."""
     # name of the domain, what would decide an inconclusive condition, and the figures
     rows = []
-    if divergence.text is not None:
-        rows += [(row.domain, "text", row) for row in divergence.text.domains]
-    if divergence.answers is not None:
-        rows += [(f"answers of {row.domain}", "answers", row) for row in divergence.answers.domains]
+    if text is not None:
+        rows += [(row.domain, "text", row) for row in text.domains]
+    if answers is not None:
+        rows += [(f"answers of {row.domain}", "answers", row) for row in answers.domains]
     alpha = 1 - confidence
     tests = max(1, len(limits) * len(rows))
     conditions = []
@@ -333,6 +306,7 @@ def divergence_conditions(
             verdict: Verdict = "pass" if figure.upper <= limit else "inconclusive"
             if figure.change - widening * (figure.change - figure.lower) > limit:
                 verdict = "fail"
+            advice = f"give it more {source}, or allow more" if verdict == "inconclusive" else ""
             conditions.append(
                 GateCondition(
                     name=f"{LIMITED[name]} on {domain}",
@@ -346,9 +320,7 @@ def divergence_conditions(
                     verdict=verdict,
                     base=figure.base if name == "loss" else None,
                     compressed=figure.compressed,
-                    advice=f"give it more {source}, or allow more"
-                    if verdict == "inconclusive"
-                    else "",
+                    advice=advice,
                 )
             )
     return tuple(conditions)

@@ -5,9 +5,9 @@ n items of a task; both models answer each of them, so every test is paired.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from compressor.document.blocks import Table, Tone, Toned
+from compressor.document.blocks import Table, Tone, Toned, Words
 from compressor.errors import CompressionError
 from compressor.quality_gate.domain_divergence import DomainDivergence
 from compressor.records import plain_json, read_as
@@ -63,6 +63,19 @@ class TaskGate:
     equivalent: bool = False  # both bounds are nearer to 0 than the drop allowed
     # shares of answers that reached the token limit: base, compressed
     cut: tuple[float, float] | None = None
+
+
+class Judgement(NamedTuple):
+    """The tests of tasks, and of the pool of all items that are answered right or wrong, if there
+    are any."""
+
+    tasks: tuple[TaskGate, ...]
+    pooled: TaskGate | None
+
+    @property
+    def rows(self) -> tuple[TaskGate, ...]:
+        """The tasks, and below them the pool."""
+        return self.tasks if self.pooled is None else (*self.tasks, self.pooled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +150,7 @@ class GateResult:
     @property
     def rows(self) -> tuple[TaskGate, ...]:
         """The tasks, and below them the pool."""
-        return self.tasks if self.pooled is None else (*self.tasks, self.pooled)
+        return Judgement(self.tasks, self.pooled).rows
 
 
 def gate_content(result: GateResult) -> dict[str, Any]:
@@ -165,9 +178,6 @@ def check_confidence(confidence: float) -> None:
 def conditions_table(conditions: Sequence[GateCondition]) -> Table:
     """Return a table with a row for each condition."""
 
-    def shown(value: float | None) -> str:
-        return "-" if value is None else f"{value:.4f}"
-
     columns = (
         "condition",
         "of",
@@ -179,18 +189,17 @@ def conditions_table(conditions: Sequence[GateCondition]) -> Table:
         "at most",
         "verdict",
     )
-    rows = tuple(
-        (
+    rows = list[tuple[Words, ...]]()
+    for condition in conditions:
+        figures = (condition.base, condition.compressed)
+        shown = ["-" if figure is None else f"{figure:.4f}" for figure in figures]
+        rises = (condition.observed, condition.lower, condition.upper)
+        row = (
             condition.name,
             f"{condition.items:,} {condition.unit}",
-            shown(condition.base),
-            shown(condition.compressed),
+            *shown,
             f"{condition.limit:g}",
-            f"{condition.observed:+.4f}",
-            f"{condition.lower:+.4f}",
-            f"{condition.upper:+.4f}",
-            Toned(condition.verdict, *SIGNS[condition.verdict]),
+            *[f"{rise:+.4f}" for rise in rises],
         )
-        for condition in conditions
-    )
+        rows.append((*row, Toned(condition.verdict, *SIGNS[condition.verdict])))
     return Table("Conditions", columns, rows, {"of", "verdict"}, ("of", "at least"))

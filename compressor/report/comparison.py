@@ -525,10 +525,6 @@ def paired(before: Row, after: Row) -> dict[str, TaskGate]:
     Bounds and verdicts are those of a gate without options.
     """
     gate = GateOptions(tasks=tuple(task.task for task in before.answers))
-    tasks, pooled = judge(
-        before.answers, after.answers, gate.max_drop, gate.task_drop, gate.confidence
-    )
-    shown = [*tasks]
-    if pooled is not None and len(tasks) > 1:
-        shown.append(pooled)
+    judged = judge(before.answers, after.answers, gate)
+    shown = judged.rows if len(judged.tasks) > 1 else judged.tasks
     return {task.task: task for task in shown}

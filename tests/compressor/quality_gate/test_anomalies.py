@@ -6,8 +6,8 @@ from scipy.stats import binomtest
 
 from compressor.answers.scores import AnsweredItem, ItemScores
 from compressor.errors import CompressionError
-from compressor.quality_gate.anomalies import find_anomalies
 from compressor.quality_gate.options import Expectation, GateOptions
+from compressor.quality_gate.statistics import find_anomalies
 from compressor.quality_gate.verdict import Anomaly, TaskGate
 from tests.support.gate_results import task
 

@@ -23,7 +23,7 @@ from compressor.quality_gate.endings import (
     rates,
     repeated_share,
 )
-from compressor.quality_gate.statistics import lower_bound, measure_change, upper_bound
+from compressor.quality_gate.statistics import measure_change, upper_bound
 from compressor.quality_gate.verdict import TaskGate
 
 HERMES = "{% if tools %}<tool_call>{}</tool_call>{% endif %}{{ m['reasoning_content'] }}<think>\n</think>"
@@ -136,27 +136,20 @@ def test_tool_calls_and_json_that_no_program_reads(text: str, is_broken: bool) -
 
 
 def test_rates_are_paired_as_the_gate_pairs_items() -> None:
-    def ending(looped: bool, ended: bool, tokens: int) -> Ending:
-        return Ending(ended, looped, None, tokens, 0.0)
-
-    base = [ending(number < 2, True, 10) for number in range(40)]
-    smaller = [ending(1 <= number < 7, number % 2 == 0, 14) for number in range(40)]
+    base = [Ending(True, number < 2, None, 10, 0.0) for number in range(40)]
+    smaller = [Ending(number % 2 == 0, 1 <= number < 7, None, 14, 0.0) for number in range(40)]
     found = {(rate.measure, rate.domain): rate for rate in rates(["a"] * 20 + ["b"] * 20, base, smaller, 0.9)}
     loops = found["loops", ALL]
     assert (loops.base, loops.smaller, loops.more, loops.fewer) == pytest.approx((2 / 40, 6 / 40, 5, 1))
-    assert (loops.lower, loops.upper) == pytest.approx((lower_bound(5, 1, 40, 0.1), upper_bound(5, 1, 40, 0.1)))
+    assert (loops.lower, loops.upper) == pytest.approx((-upper_bound(1, 5, 40, 0.1), upper_bound(5, 1, 40, 0.1)))
     assert found["loops", "b"].rise == 0 and found["missed ends", "a"].smaller == 0.5
     assert (found["repeated 4-grams", ALL].base, found["repeated 4-grams", ALL].mcnemar) == (0, None)
     assert found["tokens", ALL].rise == 4 and ("open thinking", ALL) not in found
 
 
-def ending_of_length(tokens: float) -> Ending:
-    return Ending(True, False, None, int(tokens), 0.0)
-
-
 def change_of(base: Any, smaller: Any, limit: float) -> TaskGate:
-    pairs = pair_lengths([*map(ending_of_length, base)], [*map(ending_of_length, smaller)])
-    return measure_change(pairs, limit, 0.05)
+    endings = [[Ending(True, False, None, int(tokens), 0.0) for tokens in side] for side in (base, smaller)]
+    return measure_change(pair_lengths(*endings), limit, 0.05)
 
 
 def test_a_change_of_length_is_the_ratio_of_means_with_the_bounds_of_fieller() -> None:

@@ -2,7 +2,6 @@ import json
 import logging
 import math
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 from unicodedata import category
@@ -16,25 +15,25 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from compressor.cli.compress import show_gated
+from compressor.cli.gate import summarise
 from compressor.errors import CompressionError
 from compressor.formatting import readable
 from compressor.pipeline.outcome import Attempt
 from compressor.quality_gate.report import (
     advice,
-    append_summary,
     card_metrics,
     change,
     full_content,
     gate_json,
-    gate_page,
     junit,
     level,
     read_gate,
     verdict_line,
     write_gate,
 )
+from compressor.quality_gate.report import gate_page as page
 from compressor.quality_gate.statistics import items_needed
-from compressor.quality_gate.verdict import EXIT_STATUS, GateResult, gate_from_content
+from compressor.quality_gate.verdict import GateResult, gate_from_content
 from tests.support.gate_results import gate, gates, likelihood, mixed, pool, task
 from tests.support.report_data import table
 
@@ -43,10 +42,6 @@ TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # the directio
 
 def strict(text: str) -> Any:
     return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-
-
-def page(result: GateResult) -> str:
-    return gate_page(result)
 
 
 @given(gates())
@@ -89,9 +84,7 @@ def test_reports_are_three_files_in_a_new_folder(tmp_path: Path) -> None:
     assert [path.name for path in written] == ["gate.json", "gate.xml", "gate.md"]
     assert list(tmp_path.iterdir()) == [tmp_path / "out"] and sorted(written) == sorted((tmp_path / "out").iterdir())
     assert read_gate(written[0]) == read_gate(tmp_path / "out") == mixed()
-    content = strict(written[0].read_text(encoding="utf-8"))
-    assert content["format"] == "moe-compressor-gate/2"
-    assert content == strict(gate_json(mixed()))
+    assert written[0].read_text(encoding="utf-8") == gate_json(mixed())
     assert ElementTree.parse(written[1]).getroot().tag == "testsuites"
     assert written[2].read_text(encoding="utf-8") == page(mixed())
     assert write_gate(gate(task()), tmp_path / "out", overwrite=True) == written
@@ -106,31 +99,28 @@ def test_names_that_utf8_cannot_hold_are_written(tmp_path: Path) -> None:
     assert r"folder-\\udcff" in written[2].read_text(encoding="utf-8")
 
 
-def test_a_summary_is_appended_or_a_warning_given(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    append_summary(gate(task()), tmp_path)
+def test_a_summary_is_appended_or_a_warning_given(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path))
+    summarise(gate(task()), as_json=True)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING and "Is a directory" in record.getMessage()
     assert not list(tmp_path.iterdir())
     summary = tmp_path / "summary.md"
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
     summary.write_text("before")
-    append_summary(gate(task()), summary)
-    append_summary(mixed(), summary)
+    for result in (gate(task()), mixed()):
+        summarise(result, as_json=True)
     assert summary.read_text(encoding="utf-8") == f"before\n{page(gate(task()))}\n\n{page(mixed())}\n"
 
 
-def test_card_metrics_are_accepted_by_the_hubs_cards(caplog: pytest.LogCaptureFixture) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        card = ModelCardData(model_name="smaller", eval_results=card_metrics(mixed()))
-        text = card.to_yaml()
-    assert not caplog.records
-    assert "value: 0.746" in text and "verified: false" in text
-    back = ModelCardData(**card.to_dict())
-    assert back.eval_results == card_metrics(mixed())
+def test_card_metrics_have_the_figures_of_both_models() -> None:
     for found, each in zip(card_metrics(mixed()), mixed().tasks, strict=True):
         assert (found.task_type, found.dataset_type, found.dataset_name) == ("text-generation", each.task, each.task)
         assert (found.metric_type, found.metric_value) == (each.metric, each.compressed)
         assert f"base {each.base:.4f}, drop +" in str(found.metric_name)
+    card = ModelCardData(model_name="smaller", eval_results=card_metrics(mixed()))
     assert card.to_dict()["model-index"] == full_content(mixed())["model_index"]
 
 
@@ -214,13 +204,8 @@ def test_any_names_stay_in_their_cells(result: GateResult) -> None:
 
 
 def test_figures_without_a_number_are_signs() -> None:
-    assert [level(x) for x in (math.inf, -math.inf, math.nan, 0.5, 123456.0)] == [
-        "inf",
-        "-inf",
-        "nan",
-        "0.5000",
-        "1.235e+05",
-    ]
+    levels = [level(x) for x in (math.inf, -math.inf, math.nan, 0.5, 123456.0)]
+    assert levels == ["inf", "-inf", "nan", "0.5000", "1.235e+05"]
     assert [change(x, "score") for x in (0.0, -0.00001, -0.02)] == ["+0.0000", "+0.0000", "-0.0200"]
     assert [change(x, "likelihood") for x in (0.0123, -0.5, math.inf)] == ["+1.23%", "-50.00%", "+inf%"]
 
@@ -256,18 +241,16 @@ def test_items_needed_by_hand() -> None:
 
 
 def test_no_name_turns_the_direction_of_what_follows() -> None:
-    hostile = gate(task(f"a{TURNS}b", "fail"), task(f"c{TURNS}", "inconclusive"), base=TURNS, options={TURNS: TURNS})
-    made = junit(hostile).decode()
+    tasks = task(f"a{TURNS}b", "fail"), task(f"c{TURNS}", "inconclusive")
+    made = junit(gate(*tasks, base=TURNS, options={TURNS: TURNS})).decode()
     assert not set(TURNS) & set(made) and made.count("\ufffd") > 6 * len(TURNS)
 
 
 def test_junit_tells_each_task_and_the_whole() -> None:
     root = ElementTree.fromstring(junit(mixed()))
     (suite,) = root.findall("testsuite")
-    for element in (root, suite):
-        numbers = {name: int(element.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
-        assert numbers == {"tests": 5, "failures": 2, "errors": 0, "skipped": 1}
-        assert float(element.attrib["time"]) == pytest.approx(50.75)
+    counts = {"tests": "5", "failures": "2", "errors": "0", "skipped": "1", "time": "50.750"}
+    assert counts.items() <= root.attrib.items() and counts.items() <= suite.attrib.items()
     cases = {case.attrib["name"]: case for case in suite.findall("testcase")}
     assert list(cases) == ["boolq", "rte", "openbookqa", "wikitext", "all together"]
     assert [name for name, case in cases.items() if case.find("failure") is not None] == ["rte", "all together"]
@@ -278,20 +261,11 @@ def test_junit_tells_each_task_and_the_whole() -> None:
     properties = {each.attrib["name"]: each.attrib["value"] for each in suite.findall("properties/property")}
     named = {"exit-status": "1", "verdict": "fail", "base": "org/model", "max-drop": "0.01", "max-task-drop": "0.03"}
     assert named.items() <= properties.items()
-    for case in cases.values():
-        text = case.findtext("system-out")
-        assert text is not None and "drop: +" in text and "p of pass: " in text
+    texts = [case.findtext("system-out") or "" for case in cases.values()]
+    assert all("drop: +" in text and "p of pass: " in text for text in texts)
     (wiki,) = ElementTree.fromstring(junit(gate(likelihood(verdict="fail")))).iter("failure")
     assert wiki.attrib["message"].endswith("at most +0.67%); 1% of perplexity is allowed")
     assert suite[0].tag == "properties"  # as the schema orders them
-
-
-@pytest.mark.parametrize("verdict", ["pass", "fail", "inconclusive"])
-def test_junit_says_how_the_command_ends(verdict: str) -> None:
-    suite = ElementTree.fromstring(junit(gate(task(verdict=verdict))))[0]
-    (status,) = (each for each in suite.iter("property") if each.attrib["name"] == "exit-status")
-    assert int(status.attrib["value"]) == EXIT_STATUS[verdict]
-    assert len(list(suite.iter("skipped"))) == (2 if verdict == "inconclusive" else 0)
 
 
 @given(gates())

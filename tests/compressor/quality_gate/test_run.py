@@ -88,11 +88,7 @@ RTE = [task("rte", 277)]
 @pytest.mark.parametrize(
     ("request_", "tasks", "message"),
     [
-        (
-            asked(),
-            RTE,
-            r"277 items .* of no more than 0\.01; it takes at least 299 items \(name more tasks\), or",
-        ),
+        (asked(), RTE, r"277 items .* of no more than 0\.01; it takes at least 299 items \(name more tasks\), or"),
         (asked(20), DEFAULT[1:], r"60 items .*95%.* at least 299 items \(--limit 100\), or --max-drop 0\.049"),
         (asked(max_drop=0), DEFAULT, r"it takes --max-drop 0\.00017, or --inconclusive pass"),
         (asked(max_drop=5e-324), DEFAULT, r"it takes --max-drop 0\.00017, or --inconclusive pass"),

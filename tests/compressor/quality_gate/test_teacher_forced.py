@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from compressor.answers.generation import Answer
-from compressor.answers.prompts import Prompt, read_prompts, usable_prompts
+from compressor.answers.prompts import read_prompts, usable_prompts
 from compressor.checkpoint.source import locate
 from compressor.data.batches import EvaluationSet
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel, load_whole, open_model
 from compressor.model.tokenizer import load_tokenizer
+from compressor.progress import Silent
 from compressor.quality_gate.options import BehaviourOptions
 from compressor.quality_gate.teacher_forced import (
     END,
@@ -21,7 +21,6 @@ from compressor.quality_gate.teacher_forced import (
     measure_divergence,
     read_answers,
     stop_tokens_of,
-    teacher_forced,
     text_sets,
 )
 from tests.support import small, zoo
@@ -70,15 +69,15 @@ def test_texts_and_answers_have_the_figures_of_stock_models_alone(folders: tuple
         )
         for n in range(6)
     ]
-    found = measure_divergence(*opened(folders), texts, answers, {END: [stop]}, 0.9)
+    text, by_answer, found = measure_divergence(*opened(folders), texts, answers, {END: [stop]}, 0.9, Silent())
     stocks = [load_whole(folder, dtype="float32") for folder in folders]
 
     @torch.no_grad()
     def logs(number: int, row: torch.Tensor, begin: int) -> torch.Tensor:
         return stocks[number](input_ids=row[None]).logits[0, begin - 1 : -1].double().log_softmax(-1)
 
-    assert found.text is not None and found.answers is not None and found.text.confidence == 0.9
-    for number, row in enumerate(sorted(found.text.domains, key=lambda row: row.domain)):
+    assert text is not None and by_answer is not None and text.confidence == 0.9
+    for number, row in enumerate(sorted(text.domains, key=lambda row: row.domain)):
         pairs = [[logs(model, each, 1) for model in (0, 1)] for each in ids[number]]
         losses = [-sum(pair[m].gather(1, x[1:, None]).mean() for pair, x in zip(pairs, ids[number], strict=True)) / 9
                   for m in (0, 1)]  # fmt: skip
@@ -87,8 +86,8 @@ def test_texts_and_answers_have_the_figures_of_stock_models_alone(folders: tuple
         kl = sum(float((p.exp() * (p - q)).sum(-1).mean()) for p, q in pairs) / 9
         flips = sum(float((p.argmax(-1) != q.argmax(-1)).double().mean()) for p, q in pairs) / 9
         assert row.kl.change == pytest.approx(kl, rel=1e-3, abs=1e-7) and row.flips.change == pytest.approx(flips)
-    assert {row.domain for row in found.answers.domains} == {"x", "y"} and len(found.each) == 6
-    for each in found.each:
+    assert {row.domain for row in by_answer.domains} == {"x", "y"} and len(found) == 6
+    for each in found:
         answer = answers[int(each.id)]
         whole = torch.tensor(answer.prompt + answer.answer)
         p, q = (logs(model, whole, len(answer.prompt)).exp() for model in (0, 1))
@@ -96,7 +95,7 @@ def test_texts_and_answers_have_the_figures_of_stock_models_alone(folders: tuple
         assert each.end == pytest.approx((float(p[-1, stop]), float(q[-1, stop])), rel=1e-4)
         assert each.elsewhere == pytest.approx((float(p[:-1, stop].mean()), float(q[:-1, stop].mean())), rel=1e-4)
         assert each.kl == pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-3, abs=1e-7)
-    (mark,) = found.answers.together.stop_tokens if found.answers.together is not None else ()
+    (mark,) = by_answer.together.stop_tokens if by_answer.together is not None else ()
     assert mark.name == END and mark.count == 6
 
 
@@ -142,12 +141,6 @@ def test_answers_are_read_from_rows_with_and_without_a_template(tokenizer: Any, 
         read_answers([write(tmp_path / "blank.jsonl", {"prompt": "one", "answer": " "})], tokenizer, {stop})
 
 
-def test_answers_that_were_written_keep_their_tokens(tokenizer: Any) -> None:
-    stop, prompt = int(tokenizer.eos_token_id), Prompt.of("one", "words")
-    own = teacher_forced(prompt, Answer(prompt.id, 0, (7, 8, stop), "xx", "end"), tokenizer)
-    assert own.answer == (7, 8, stop) and own.domain == "words" and own.id == prompt.id
-
-
 def test_batches_are_padded_on_the_right_and_only_answers_count() -> None:
     answers = [TeacherForcedAnswer(str(n), "a", (1,) * (n + 1), (2,) * (n + 2)) for n in range(10)]
     (only,), order = answer_sets(answers, 10)
@@ -171,8 +164,9 @@ def test_marks_are_tokens_that_end_answers_and_thinking(tokenizer: Any) -> None:
 
 def test_models_of_other_tokenizers_are_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
     zoo.save("mixtral", tmp_path / "other")
+    other = open_model(locate(str(tmp_path / "other")), "float32", "cpu")
     with pytest.raises(CompressionError, match=r"knows \d+ tokens"):
-        measure_divergence(opened(folders)[0], open_model(locate(str(tmp_path / "other")), "float32", "cpu"))
+        measure_divergence(opened(folders)[0], other, (), (), {}, 0.95, Silent())
 
 
 def test_long_texts_are_tokenised_as_far_as_positions_allow(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
