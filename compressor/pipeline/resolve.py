@@ -5,7 +5,7 @@ Everything that can be refused without reading text or weights is refused here.
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,7 +49,7 @@ from compressor.recipe.step import StepOptions, TextOptions
 from compressor.recipe.steps_plan import Plan, PlannedStep
 from compressor.run_record import request_key, versions
 from compressor.steps.job import OutputSize, output_size
-from compressor.steps.step import OWN, Requirements, Run, Step, Texts, part_name
+from compressor.steps.step import OWN, Requirements, Run, Step, part_name
 from compressor.steps.workdir import Workdir
 
 logger = logging.getLogger(__name__)
@@ -247,7 +247,19 @@ def prepare(
             "the recipe has no step that does anything; add one, such as prune: {ratio: 0.25}"
         )
     check_order([step.options for step in steps])
-    requirements, view = _requirements(steps, model, plan)
+    first = next((number for number, step in enumerate(steps) if not step.options.in_place), 0)
+    view = steps[first].view(model)
+    requirements = list[Requirements]()
+    for position, step in enumerate(steps):
+        options = step.options
+        planned = plan is not None and plan.steps[position].decision is not None
+        before = [other.options for other in steps[:position]]
+        if position > first and not options.in_place and options.format is None:
+            # it is checked when it begins, on the model that exists then
+            requirements.append(Requirements(text=True, heldout=1))
+        else:
+            is_input = options.in_place or position == first
+            requirements.append(step.requirements(model if is_input else view, before, planned))
     if earlier is not None and earlier.calibration is not None:
         # the plan's own text is that of the earlier runs, so each step that reads text records the
         # recipe's as its own
@@ -257,26 +269,6 @@ def prepare(
     return ResolvedRecipe(
         recipe, model, base, tuple(steps), tuple(requirements), view, earlier, plan
     )
-
-
-def _requirements(
-    steps: Sequence[Step[Any]], model: OpenModel, plan: Plan | None
-) -> tuple[list[Requirements], OpenModel]:
-    """Return the requirements of each step, and the model as the first one sees it.
-
-    Later steps that decide on experts are checked when they begin, on the model that exists then.
-    """
-    view = steps[0].view(model)
-    requirements = []
-    for position, step in enumerate(steps):
-        earlier = [other.options for other in steps[:position]]
-        planned = plan is not None and plan.steps[position].decision is not None
-        if position and not step.options.in_place and step.options.format is None:
-            requirements.append(Requirements(text=True, heldout=1))
-        else:
-            of_step = model if step.options.in_place or position == 0 else view
-            requirements.append(step.requirements(of_step, earlier, planned))
-    return requirements, view
 
 
 def emphasis_of(options: TextOptions, model: OpenModel) -> Emphasis:
@@ -354,53 +346,40 @@ def text_specs(resolved: ResolvedRecipe) -> Iterator[tuple[int | None, TextSpec]
 
 
 def begin(resolved: ResolvedRecipe, session: Session, work: Workdir | None = None) -> Run:
-    """Return the run before its first step; this reads the texts."""
-    with session.clock.phase("read text"):
-        texts = read_texts(resolved)
-    plan = first_plan(resolved, texts.get(None))
-    logger.info("%s", how_resident(resolved.model))
-    roles = resolved.model.layout.roles.items()
-    outside = [name for name, role in roles if not role.decoder_layer]
-    # in use from the first pass on
-    resolved.model.cached["outside"] = resolved.model.checkpoint.read_all(outside)
-    return Run(
-        resolved.model,
-        resolved.base,
-        resolved.steps,
-        plan,
-        session.progress,
-        session.clock,
-        texts,
-        work,
-    )
-
-
-def read_texts(resolved: ResolvedRecipe) -> Texts:
-    """Return the run's text with a part for each step that needs one, and the texts of single
-    steps.
+    """Return the run before its first step; this reads the run's text, with a part for each step
+    that needs one, and the texts of single steps.
 
     A plan that is carried out repeats its texts, and is refused where they have changed.
     """
-    texts = {}
-    for number, spec in text_specs(resolved):
-        tokenizer = load_tokenizer(resolved.model.source.folder)
-        identity = None
-        if resolved.plan is not None:
-            identity = (
-                resolved.plan.calibration if number is None else resolved.plan.steps[number].text
-            )
-        if identity is not None:
-            text = repeat_text(
-                identity, tokenizer, resolved.model.vocabulary, evaluation=spec.evaluation
-            )
-        else:
-            text = read_text(spec, tokenizer, resolved.model.vocabulary)
-        ranks().assert_same_on_all(text.identity["sha256"], "calibration text")
-        texts[number] = text
-    return texts
+    model = resolved.model
+    texts = dict[int | None, TextBatches]()
+    with session.clock.phase("read text"):
+        for number, spec in text_specs(resolved):
+            tokenizer = load_tokenizer(model.source.folder)
+            identity = None
+            if resolved.plan is not None:
+                own = None if number is None else resolved.plan.steps[number]
+                identity = resolved.plan.calibration if own is None else own.text
+            if identity is None:
+                text = read_text(spec, tokenizer, model.vocabulary)
+            else:
+                evaluation = spec.evaluation
+                text = repeat_text(identity, tokenizer, model.vocabulary, evaluation=evaluation)
+            ranks().assert_same_on_all(text.identity["sha256"], "calibration text")
+            texts[number] = text
+    plan = first_plan(resolved, texts.get(None))
+    logger.info("%s", how_resident(model))
+    roles = model.layout.roles.items()
+    outside = [name for name, role in roles if not role.decoder_layer]
+    # in use from the first pass on
+    model.cached["outside"] = model.checkpoint.read_all(outside)
+    shared = session.progress, session.clock, texts, work
+    return Run(model, resolved.base, resolved.steps, plan, *shared)
 
 
-def evaluation_text(resolved: ResolvedRecipe, texts: Texts) -> TextBatches | None:
+def evaluation_text(
+    resolved: ResolvedRecipe, texts: Mapping[int | None, TextBatches]
+) -> TextBatches | None:
     """Return the text that the output is evaluated on: the first one read, or else the first one
     that a plan names."""
     if texts:
