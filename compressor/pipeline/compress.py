@@ -96,12 +96,10 @@ def shared_among(request: GateRequest, counts: Sequence[int]) -> GateRequest:
 
 
 def with_experts(recipe: Recipe, count: int) -> Recipe:
-    """Return the recipe with this number of experts."""
-    changes = {"experts": count}
-    steps = (
-        step.model_copy(update=changes) if isinstance(step, Prune) else step
-        for step in recipe.steps
-    )
+    """Return the recipe whose first pruning keeps this number of experts."""
+    steps = list(recipe.steps)
+    first = next(number for number, step in enumerate(steps) if isinstance(step, Prune))
+    steps[first] = steps[first].model_copy(update={"experts": count})
     return recipe.model_copy(update={"steps": tuple(steps)})
 
 

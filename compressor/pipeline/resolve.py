@@ -161,7 +161,8 @@ class ResolvedRecipe:
         previous = 0
         for position, options in enumerate(self.options):
             if not (previous and options.in_place):
-                output = self.output_size(position, self.counts[0])
+                changed = any(step.rewrites for step in self.options[: position + 1])
+                output = self.output_size(position, self.counts[0], changed)
                 most = max(most, previous + output.size.bytes + output.waiting)
                 previous = output.size.bytes
         return most

@@ -447,7 +447,7 @@ def run_steps(run: Run) -> list[WrittenCheckpoint]:
                 _change_checkpoint(state, checkpoints[-1])
                 continue
             if len(checkpoints) > 1:
-                # a resumed run still needs the previous checkpoint, but none before it
+                # a run that is killed from here on repeats the steps that wrote it
                 work.drop(checkpoints[-2].folder)
             if checkpoints:
                 checkpoints[-1].model = None

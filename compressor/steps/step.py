@@ -52,7 +52,10 @@ class Requirements:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """New values of stored tensors, by name, of the checkpoint before a step; figures as JSON."""
+    """New values of stored tensors, by name, of the checkpoint before a step; figures as JSON.
+
+    One mapping of `tensors` holds all that changes in a decoder layer.
+    """
 
     figures: Mapping[str, Any]
     tensors: Iterator[Mapping[str, torch.Tensor]] = field(default_factory=lambda: iter(()))

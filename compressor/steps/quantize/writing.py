@@ -159,6 +159,8 @@ class Writer:
         for name, pieces in inner.produce(decoder_layer):
             if name not in self.matrices.replaced:
                 yield self.matrices.published.get(name, name), pieces
+        if decoder_layer and not self.matrices.stored:  # it was loaded to be rounded
+            self.partial.release(decoder_layer)
 
     def _rounded(self, decoder_layer: str) -> Iterator[Tensors]:
         """Yield the stored tensors of a layer's matrices rounded to nearest, by name: on an

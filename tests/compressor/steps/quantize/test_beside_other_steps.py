@@ -16,10 +16,16 @@ from torch import Tensor
 
 import compressor
 from compressor.api import make_recipe
+from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
+from compressor.model.opened import open_model
 from compressor.recipe.recipe import default_steps
 from compressor.recipe.step import StepOptions
 from compressor.steps import workdir
+from compressor.steps.job import untouched
+from compressor.steps.quantize.matrices import find_matrices
+from compressor.steps.quantize.scheme import scheme_for
+from compressor.steps.quantize.writing import Writer
 from tests.support import fake_quantization, mtp_checkpoints, quantized, small, zoo
 from tests.support.audit import at_every
 from tests.support.command_line import Run, refused
@@ -295,3 +301,17 @@ def tensor_bytes(folder: Path) -> int:
         with suppress(FileNotFoundError):  # one that is being renamed
             total += path.stat().st_size if "output" not in path.parts else 0
     return total
+
+
+@pytest.mark.parametrize("save", [save_fp8, lambda folder: small.save(folder, "gpt_oss")])
+def test_one_layer_at_a_time_is_in_memory(save: Callable[[Path], Any], tmp_path: Path) -> None:
+    save(tmp_path / "in")
+    model = open_model(locate(str(tmp_path / "in")), device="cpu")
+    matrices = find_matrices(model, "experts")
+    scheme = scheme_for("int2", 8, {matrix.columns for matrix in matrices.every})
+    writer = Writer(model, scheme, matrices, tmp_path / "kept")
+    job = writer.job(untouched(model))
+    for decoder_layer in job.decoder_layers:
+        assert sum(len(b"".join(pieces)) for _, pieces in job.produce(decoder_layer)) > 0
+        state = writer.partial.model.state_dict()
+        assert not [key for key, value in state.items() if ".layers." in key and not value.is_meta]
