@@ -145,13 +145,15 @@ def test_an_order_that_tears_blocks_apart_is_written_plain(tmp_path: Path) -> No
     compressor.compress(str(tmp_path / "model"), tmp_path / "split", [compressor.Prune(ratio=0, split=2)])
     plan = json.loads((tmp_path / "split" / "compression.json").read_text())["plan"]
     (step,) = plan["steps"]
-    own = step["plan"]
+    own = step["plan"]["split"]
     names = list(own["neurons"])
     dealt = {name: (torch.arange(64) % 2).int().expand(8, -1).contiguous() for name in names}
     torn = {"neurons": {name: packed(each, 2) for name, each in dealt.items()}}
     free = {name: value for name, value in {**own, **torn}.items() if name != "block"}
     compressor.apply(
-        Plan.from_dict({**plan, "steps": [{**step, "plan": free}]}), tmp_path / "out", model=str(tmp_path / "model")
+        Plan.from_dict({**plan, "steps": [{**step, "plan": {**step["plan"], "split": free}}]}),
+        tmp_path / "out",
+        model=str(tmp_path / "model"),
     )
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
