@@ -81,7 +81,9 @@ def test_a_distillation_has_the_gradient_of_the_weighted_sum(tmp_path: Path) -> 
     for row in range(rows):
         own = [place for at, place in often if at == row]
         far += len(own) * float((hidden - states)[row, own].square().sum() / states[row, own].square().sum())
-    assert float(objective._distance(hidden)) == pytest.approx(far / len(often), rel=1e-5)
+    assert objective.last is not None
+    objective.wrap_forward(objective.last, lambda value: value)(hidden)
+    assert objective.parts["hidden_states"] == pytest.approx(far / len(often), rel=1e-5)
 
 
 def test_routers_get_the_gradient_of_tokens_that_count_so_often(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def write(job: OutputJob, out: Path, overwrite: bool = False, key: str = "one", 
         workdir.check_target(out, overwrite)
         workdir.check_space(out, sum(output.nbytes for output in job.outputs))
         work.resume(key)
-        stage = work.stage(0)
+        stage = work.checkpoint(0)
         if not workdir.is_written(stage):
             workdir.write_checkpoint(job, stage, STEPS, lambda detail: None)
         workdir.assemble(stage, work.output, shard_bytes)
