@@ -245,11 +245,11 @@ def test_a_killed_rank_ends_the_others_and_another_number_of_them_goes_on(
     assert run("plan", model, *chosen, *text, "-o", plan).status == 0
     ask = ("apply", plan)  # whose layers are written by all ranks
     assert run(*ask, "-o", tmp_path / "alone").status == 0
-    stop = Moment(pattern=r"stage-0/model\.layers\.2\.safetensors$")
+    stop = Moment(pattern=r"step-0/model\.layers\.2\.safetensors$")
     first, second = launched(2, tmp_path, *ask, "-o", tmp_path / "together", stops={1: stop})
     assert (first.status, second.status) == (2, -signal.SIGKILL)
     assert "run the same command again, with any number of ranks" in first.err
-    made = {path.name for path in (tmp_path / ".together.moe-compressor" / "stage-0").glob("*.safetensors")}
+    made = {path.name for path in (tmp_path / ".together.moe-compressor" / "step-0").glob("*.safetensors")}
     assert "rest.safetensors" in made and "model.layers.2.safetensors" not in made
     fine(launched(3, tmp_path, *ask, "-o", tmp_path / "together"))
     assert small.tree(tmp_path / "together") == small.tree(tmp_path / "alone")

@@ -241,7 +241,7 @@ def test_a_file_that_was_cut_short_is_made_again(tmp_path: Path, whole: dict[str
     """As a loss of power may leave it, which a process that is killed does not."""
     out = tmp_path / "out"
     run_killed(lambda: write(a_job(lambda u, n: die() if u == UNITS[3] else None), out))
-    first = work_folder(out) / "stage-0" / "rest.safetensors"
+    first = work_folder(out) / "step-0" / "rest.safetensors"
     first.write_bytes(first.read_bytes()[:-1])
     made = units_made(out)
     assert UNITS[0] in made and UNITS[1] not in made and tree(out) == whole

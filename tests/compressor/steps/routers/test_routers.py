@@ -134,7 +134,7 @@ def test_a_run_that_is_stopped_while_routers_are_written_goes_on_to_the_same_byt
     run: Run, models: Path, tmp_path: Path
 ) -> None:
     assert calibrate(run, models, tmp_path / "whole").status == 0
-    with happening(Moment(pattern=r"/stage-1/model\.layers\.1\.safetensors$", nth=2), press_ctrl_c):
+    with happening(Moment(pattern=r"/step-1/model\.layers\.1\.safetensors$", nth=2), press_ctrl_c):
         assert calibrate(run, models, tmp_path / "out").status == 130
     with paths_of("os.rename", r"/kept/") as kept:
         assert calibrate(run, models, tmp_path / "out").status == 0
