@@ -114,7 +114,7 @@ def test_killed_with_an_export_and_run_again(
 def test_bad_options_are_refused(run: Run, checkpoint: Path, tmp_path: Path) -> None:
     export = ("export", checkpoint, "-o", tmp_path / "out", "--json")
     refused(run(*export, "--format", "gguf"), "there is no exporter 'gguf'; known are keep-list, onnx")
-    refused(run(*export, "--dtype", "fp8"), "dtype is 'fp8'; input should be 'fp32' or 'fp16'")
+    refused(run(*export, "--dtype", "fp8"), "dtype should be 'fp32' or 'fp16', it is 'fp8'")
     compress = ("compress", checkpoint, "-o", tmp_path / "out", "--experts", 4, "--strategy", "model-centric")
     refused(run(*compress, "--format", "safetensors,gguf"), "there is no exporter 'gguf'; known are keep-list, onnx")
     refused(run(*compress, "--format", ","), "formats should have at least 1 item")
