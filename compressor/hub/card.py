@@ -253,6 +253,22 @@ def card_text(
     name = repo_id.rpartition("/")[2]
     drawn = {figure.name: figure for figure in figures(data, CARD_FIGURES)}
     images = {figure: f"images/{figure}.png" for figure in drawn}
+    made: list[Block] = []
+    recipe = recipe_text(data.plan)
+    if recipe is None:
+        missing = "A step is not installed where this card was made, so it has no recipe to repeat"
+        made.append(Text(f"{missing} it."))
+    else:
+        note = (
+            "This recipe makes the same plan, all steps in one run. It is made from the plan, so "
+            "it has no "
+            "edits by hand; local files and folders are in it by their names alone."
+        )
+        run = shlex.join(["moe-compress", "compress", RECIPE, "-o", name])
+        made += [Text(note), Listing(recipe, "yaml"), Listing(run, "bash")]
+    if command is not None:
+        made.append(Text("The last command that was run, in which paths are shortened to names:"))
+        made.append(Listing(without_paths(command), "bash"))
     became = page.experts(data.expert_plan)
     header = metadata(facts, repo_id, base_metadata(data.plan.source, base, base_model))
     blocks: list[Block | None] = [
@@ -260,7 +276,10 @@ def card_text(
         introduction(facts),
         *comparison(facts),
         drawn.get("distillation"),
-        *provenance(facts, command, name),
+        Heading("How it was made"),
+        *made,
+        outcome_facts(data, "card"),
+        Text((Code("compression.json"), " holds the whole plan with its coefficients.")),
         Heading("Experts"),
         drawn.get("experts"),
         Details("Layer by layer", became) if data.layers else became[0],
@@ -375,29 +394,6 @@ def comparison(facts: CardFacts) -> list[Block]:
     return blocks
 
 
-def provenance(facts: CardFacts, command: str | None, out: str) -> list[Block]:
-    """Return the recipe of all steps, the text that was read, versions and digest; `command` is the
-    last one run."""
-    blocks: list[Block] = [Heading("How it was made")]
-    recipe = recipe_text(facts.outcome.plan)
-    if recipe is None:
-        missing = "A step is not installed where this card was made, so it has no recipe to repeat"
-        blocks.append(Text(f"{missing} it."))
-    else:
-        note = (
-            "This recipe makes the same plan, all steps in one run. It is made from the plan, so "
-            "it has no "
-            "edits by hand; local files and folders are in it by their names alone."
-        )
-        run = shlex.join(["moe-compress", "compress", RECIPE, "-o", out])
-        blocks += [Text(note), Listing(recipe, "yaml"), Listing(run, "bash")]
-    if command is not None:
-        blocks.append(Text("The last command that was run, in which paths are shortened to names:"))
-        blocks.append(Listing(without_paths(command), "bash"))
-    whole = (Code("compression.json"), " holds the whole plan with its coefficients.")
-    return [*blocks, outcome_facts(facts.outcome, "card"), Text(whole)]
-
-
 def loading(facts: CardFacts, repo_id: str) -> list[Block]:
     """Return how to load it, by what is there."""
     outcome = facts.outcome
@@ -414,7 +410,27 @@ def loading(facts: CardFacts, repo_id: str) -> list[Block]:
         if fault:
             blocks.append(Text(f"{fault[0].upper()}{fault[1:]}."))
         else:
-            blocks += _stock(facts, repo_id)
+            name = (facts.config.get("architectures") or ["AutoModelForCausalLM"])[0]
+            model_class = "AutoModelForCausalLM" if name.endswith("ForCausalLM") else name
+            arguments = 'dtype="auto", device_map="auto"'
+            if facts.served is not None and not facts.served.aligned:
+                arguments += ', experts_implementation="eager"'
+            python = f"from transformers import {model_class}"
+            loaded = f'model = {model_class}.from_pretrained("{repo_id}", {arguments})'
+            if (facts.folder / "tokenizer_config.json").is_file():
+                python += ", AutoTokenizer"
+                loaded += f'\ntokenizer = AutoTokenizer.from_pretrained("{repo_id}")'
+            checked = (
+                "In transformers (names and shapes of all tensors were checked against the stock "
+                f"model of version {outcome.versions.get('transformers', 'unknown')}; "
+            )
+            packages: Words = " needs the package accelerate"
+            if outcome.quantized:
+                packages = packages, ", and the format ", Code("compressed-tensors")
+            blocks += [
+                Text((checked, Code("device_map"), packages, "):")),
+                Listing(f"{python}\n\n{loaded}", "python"),
+            ]
         for breach in [] if facts.served is None else advise(facts.served).breaches:
             if breach.server == "vLLM" and breach.effect in ("fails", "wrong"):
                 blocks.append(Text(f"vLLM {breach.says}."))
@@ -438,31 +454,6 @@ def loading(facts: CardFacts, repo_id: str) -> list[Block]:
             *load_exporter("onnx").read_summary(facts.folder / facts.graph).describe(),
         ]
     return blocks
-
-
-def _stock(facts: CardFacts, repo_id: str) -> list[Block]:
-    """Return how stock transformers load it."""
-    outcome = facts.outcome
-    name = (facts.config.get("architectures") or ["AutoModelForCausalLM"])[0]
-    model_class = "AutoModelForCausalLM" if name.endswith("ForCausalLM") else name
-    arguments = 'dtype="auto", device_map="auto"'
-    if facts.served is not None and not facts.served.aligned:
-        arguments += ', experts_implementation="eager"'
-    imported = f"from transformers import {model_class}"
-    loading = f'model = {model_class}.from_pretrained("{repo_id}", {arguments})'
-    if (facts.folder / "tokenizer_config.json").is_file():
-        imported += ", AutoTokenizer"
-        loading += f'\ntokenizer = AutoTokenizer.from_pretrained("{repo_id}")'
-    checked = (
-        "In transformers (names and shapes of all tensors were checked against the stock model of "
-        "version "
-        f"{outcome.versions.get('transformers', 'unknown')}; "
-    )
-    packages: Words = " needs the package accelerate"
-    if outcome.quantized:
-        packages = " needs the package accelerate, and the format ", Code("compressed-tensors")
-    paragraph = Text((checked, Code("device_map"), packages, "):"))
-    return [paragraph, Listing(f"{imported}\n\n{loading}", "python")]
 
 
 def limits(facts: CardFacts, has_licence: bool) -> list[str]:
@@ -616,21 +607,6 @@ def base_metadata(
     return {}
 
 
-def listed_licence(name: str) -> str | None:
-    """Return the Hub's spelling of a licence: of an SPDX identifier or of a name written out; None
-    if it has none."""
-    text = " ".join(name.lower().split())
-    for line in SPELLED_OUT.strip().splitlines():
-        words, _, short = line.partition(":")
-        text = re.sub(rf"\b({words})\b", short.strip(), text)
-    text = re.sub(r"-?v(?=[0-9])", "-", "-".join(re.findall(r"[a-z0-9.+]+", text)))
-    text = re.sub(r"(-only|-or-later|(?<=[0-9])\+)$", "", text)
-    for spelling in (name.lower(), text, f"{text}.0"):
-        if spelling in LICENCES:
-            return spelling
-    return None
-
-
 def licence(
     base: Mapping[str, Any], folder: Path, repository: str | None, revision: str | None
 ) -> dict[str, Any]:
@@ -640,10 +616,21 @@ def licence(
     names: list[Any] = given if isinstance(given, list) else [given]
     if not names or not all(isinstance(name, str) and name for name in names):
         return {}
-    listed = [listed_licence(name) for name in names]
-    known = [name or "other" for name in listed]
+    known, unlisted = list[str](), list[str]()
+    for name in names:
+        # an SPDX identifier, or a name written out
+        text = " ".join(name.lower().split())
+        for line in SPELLED_OUT.strip().splitlines():
+            words, _, short = line.partition(":")
+            text = re.sub(rf"\b({words})\b", short.strip(), text)
+        text = re.sub(r"-?v(?=[0-9])", "-", "-".join(re.findall(r"[a-z0-9.+]+", text)))
+        text = re.sub(r"(-only|-or-later|(?<=[0-9])\+)$", "", text)
+        spellings = (name.lower(), text, f"{text}.0")
+        listed = [spelling for spelling in spellings if spelling in LICENCES]
+        if not listed:
+            unlisted.append(one_line(name))
+        known.append(listed[0] if listed else "other")
     fields: dict[str, Any] = {"license": known if isinstance(given, list) else known[0]}
-    unlisted = [one_line(name) for name, known in zip(names, listed, strict=True) if known is None]
     name, link = ", ".join(unlisted) or base.get("license_name"), base.get("license_link")
     if name:
         fields["license_name"] = name
