@@ -39,6 +39,8 @@ MEASURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "mean outputs": ("data-centric", {"similarity": "mean-output", "mix_tokens": False}),
     "surrogate weights": ("model-centric", {"representation": "surrogate"}),
 }
+MEASURE_FIGURES = {name: name.lower().replace(" ", "-") for name in MEASURES}
+FIGURE_NAMES = ("depth", "map", *MEASURE_FIGURES.values())
 MAPPED = "linear CKA"
 RATIO = 0.25  # of the experts that groups save, where no number is named
 SIDE = 2.4  # inches of a map
@@ -142,24 +144,13 @@ def silhouette(report: LayerReport) -> float | None:
     return round(float(silhouette_score(distances, report.plan.remap(), metric="precomputed")), 6)
 
 
-def mean_similarity(report: LayerReport) -> float | None:
-    """Return the mean over all pairs of experts."""
-    return mean(within(report, range(report.plan.experts)))
-
-
-def merged_groups(report: LayerReport) -> str:
-    """Return groups of several experts, such as 1+4, 2+5+7."""
-    return ", ".join("+".join(map(str, members)) for members in report.plan.merged) or "none"
-
-
 def base_blocks(data: BaseReport) -> Iterator[Block]:
     """Yield the redundancy of each layer in numbers."""
     rows = []
     for number, layer in enumerate(data.layers):
-        means = [short(mean_similarity(reports[number])) for reports in data.measures.values()]
-        rows.append(
-            (layer.name, *means, merged_groups(layer), short(data.silhouettes[MAPPED][number]))
-        )
+        means = [short(mean(within(reports[number]))) for reports in data.measures.values()]
+        merged = ", ".join("+".join(map(str, members)) for members in layer.plan.merged)
+        rows.append((layer.name, *means, merged or "none", short(data.silhouettes[MAPPED][number])))
     groups = f"{data.groups} groups by {MAPPED}"
     columns = ("", *MEASURES, groups, "silhouette")
     caption = "Mean similarity of two experts, 0 to 1, by layer"
@@ -197,9 +188,9 @@ def _lines(
 def base_figures(data: BaseReport) -> tuple[Figure, ...]:
     """Return redundancy over depth, a map of each layer's experts with the colour and mark of their
     group, and the matrices of each measure."""
-    similarities = {
-        name: list(map(mean_similarity, reports)) for name, reports in data.measures.items()
-    }
+    similarities = {}
+    for name, reports in data.measures.items():
+        similarities[name] = [mean(within(report)) for report in reports]
     numbers = [layer.plan.layer for layer in data.layers]
     depth = [
         _lines("Mean similarity", similarities, numbers),
@@ -225,8 +216,10 @@ def base_figures(data: BaseReport) -> tuple[Figure, ...]:
     maps = []
     for layer, expert_map in zip(data.layers, data.maps, strict=True):
         if expert_map.places:
-            merged = merged_groups(layer)
-            alt = f"Merged groups: {merged}; {expert_map.share:.0%} of the spread is shown."
+            merged = ", ".join("+".join(map(str, members)) for members in layer.plan.merged)
+            alt = (
+                f"Merged groups: {merged or 'none'}; {expert_map.share:.0%} of the spread is shown."
+            )
             shown = partial(draw, layer=layer, expert_map=expert_map)
             maps.append(Drawing(layer.name, alt, (SIDE, SIDE), shown))
     caption = (
@@ -237,18 +230,9 @@ def base_figures(data: BaseReport) -> tuple[Figure, ...]:
     if maps:
         drawn.append(Figure("map", "Map of the experts, with their groups", caption, maps))
     for name, reports in data.measures.items():
-        drawn.append(
-            similarity_figure(reports, file_name(name), f"Similarity of the experts by {name}")
-        )
+        title = f"Similarity of the experts by {name}"
+        drawn.append(similarity_figure(reports, MEASURE_FIGURES[name], title))
     return tuple(filter(None, drawn))
-
-
-def file_name(measure: str) -> str:
-    """Return the name of a measure's figure."""
-    return measure.lower().replace(" ", "-")
-
-
-FIGURE_NAMES = ("depth", "map", *map(file_name, MEASURES))
 
 
 def base_page(data: BaseReport, drawn: Sequence[Figure]) -> str:

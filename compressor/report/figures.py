@@ -228,7 +228,7 @@ def similarity_figure(reports: Sequence[LayerReport], name: str, title: str) -> 
 
 def limits(layers: Iterable[LayerReport]) -> tuple[float, float]:
     """Return a scale in tenths that holds all similarities but those of experts with themselves."""
-    similarities = chain.from_iterable(within(layer, range(layer.plan.experts)) for layer in layers)
+    similarities = chain.from_iterable(map(within, layers))
     finite = list(filter(math.isfinite, similarities))
     low = math.floor(10 * min(finite, default=0)) / 10
     high = math.ceil(10 * max(finite, default=1)) / 10
@@ -274,19 +274,16 @@ def visits(data: Report) -> Figure | None:
     for layer in layers:
         alt = f"{all_dispositions([layer.plan])}; the table below has the shares."
         drawings.append(Drawing(layer.name, alt, (2.5, 2.0), partial(draw, layer=layer)))
+    read = f" on {data.measured_on}" if data.measured_tokens else ""
     title = (
         "Routed tokens: grey kept, purple merged, hollow dropped experts before; blue slots after"
     )
     caption = (
-        f"Share of the routed tokens{_tokens(data)}: the base's experts above, the compressed "
+        f"Share of the routed tokens{read}: the base's experts above, the compressed "
         "model's slots below, "
         "each model with its own routing; the dashed line is an even share."
     )
     return Figure("visits", title, caption, drawings)
-
-
-def _tokens(data: Report) -> str:
-    return f" on {data.measured_on}" if data.measured_tokens else ""
 
 
 def errors(data: Report) -> Figure | None:
@@ -325,10 +322,11 @@ def errors(data: Report) -> Figure | None:
         canvas.legend(loc="outside upper left", fontsize=FONT)
 
     size = (WIDTH, 0.17 * len(drawn) + min(max(7.0 / rows, 0.13), 0.26) * rows + 0.6)
+    read = f" on {data.measured_on}" if data.measured_tokens else ""
     drawing = Drawing("Reconstruction error by layer", " ".join(alts), size, draw)
     caption = (
         "Squared error of the compressed MoE block's output over the squared output of the "
-        f"base's{_tokens(data)}, "
+        f"base's{read}, "
         "on the base's own inputs; 0 is no change."
     )
     if "heldout_error_after" in drawn:
