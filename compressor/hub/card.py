@@ -157,8 +157,7 @@ def read_facts(folder: Path, gate: GateResult | None = None) -> CardFacts:
     if not (folder / COMPRESSION).is_file():
         raise CompressionError(
             f"{folder} has no {COMPRESSION}, so nothing is known about how it was made; name an "
-            "output of "
-            "moe-compress, or write its README.md by hand"
+            "output of moe-compress, or write its README.md by hand"
         )
     outcome = report_data(folder, gate=gate)
     if outcome.recorded_digest != outcome.plan.digest():
@@ -189,8 +188,7 @@ def read_facts(folder: Path, gate: GateResult | None = None) -> CardFacts:
     if nbytes != outcome.after.bytes:
         raise CompressionError(
             f"the weights in {folder} hold {nbytes} bytes, its {COMPRESSION} says "
-            f"{outcome.after.bytes}; they do not "
-            "belong together, compress again"
+            f"{outcome.after.bytes}; they do not belong together, compress again"
         )
     dtypes = Counter[str]()
     for tensor in sorted(tensors, key=lambda tensor: tensor.dtype):
@@ -261,8 +259,7 @@ def card_text(
     else:
         note = (
             "This recipe makes the same plan, all steps in one run. It is made from the plan, so "
-            "it has no "
-            "edits by hand; local files and folders are in it by their names alone."
+            "it has no edits by hand; local files and folders are in it by their names alone."
         )
         run = shlex.join(["moe-compress", "compress", RECIPE, "-o", name])
         made += [Text(note), Listing(recipe, "yaml"), Listing(run, "bash")]
@@ -344,8 +341,7 @@ def introduction(facts: CardFacts) -> Text:
         what = (
             f" in which constants stand for {replaced:,} of the {before:,} experts of its {count}; "
             f"{span(len(layer.groups) for layer in plan.layers)} stay in each (MoNE, "
-            "arXiv:2507.00390). The "
-            "routers are whole."
+            "arXiv:2507.00390). The routers are whole."
         )
     elif facts.outcome.strategy != KEPT_WHOLE:
         kind += ", with fewer experts."
@@ -358,9 +354,8 @@ def introduction(facts: CardFacts) -> Text:
             cited.append(name)
         what = (
             f" with {kept} instead of {span(layer.experts for layer in plan.layers)} experts in "
-            "each of its "
-            f"{count}{after_split}: {all_dispositions(plan.layers)}.{routed} "
-            f"Strategy: {', then '.join(cited)}."
+            f"each of its {count}{after_split}: {all_dispositions(plan.layers)}.{routed} Strategy: "
+            f"{', then '.join(cited)}."
         )
     else:
         kind += "."
@@ -464,9 +459,8 @@ def limits(facts: CardFacts, has_licence: bool) -> list[str]:
     sentences = ["Accuracy was measured on the tasks above and on nothing else."]
     if outcome.gate is None:
         sentences = [
-            "Accuracy was not measured: there is no gate result for these weights. Compare it "
-            "with the base on "
-            "your own tasks before you use it."
+            "Accuracy was not measured: there is no gate result for these weights. Compare it with "
+            "the base on your own tasks before you use it."
         ]
     if text is not None:
         # by domain where the default blend knows a source
@@ -501,9 +495,8 @@ def limits(facts: CardFacts, has_licence: bool) -> list[str]:
         sentences.append("Servers round activations to FP8, too; what that costs was not measured.")
     if outcome.expert_plan.has_constants:
         sentences.append(
-            "The format was checked by the tool's own forward: the written tensors give the "
-            "logits that the base gives "
-            "with these constants."
+            "The format was checked by the tool's own forward: the written tensors give the logits "
+            "that the base gives with these constants."
         )
     if not has_licence:
         sentences.append("No licence was found in a card of the base; the base's own terms hold.")
@@ -539,10 +532,9 @@ def _refitted(outcome: Report) -> Iterator[str]:
         better = sum(figures.get("kept") not in (None, "none") for figures in corrections)
         yield (
             f"Reconstruction ({', then '.join(methods)}) refitted the remaining experts to each "
-            "layer's base output on "
-            f"the calibration text and was kept in {better} of "
-            f"{counted(len(corrections), 'layer')}; the errors before "
-            "and after are those of single layers and say nothing about accuracy."
+            f"layer's base output on the calibration text and was kept in {better} of "
+            f"{counted(len(corrections), 'layer')}; the errors before and after are those of "
+            "single layers and say nothing about accuracy."
         )
     if "distill" in trained:
         yield (

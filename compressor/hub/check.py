@@ -78,9 +78,8 @@ def verify_folder(folder: Path) -> VerifiedFolder:
     if not (is_graph or has_weights or (folder / "config.json").exists()):
         raise CompressionError(
             f"{folder} is neither a safetensors checkpoint (config.json with {SINGLE_NAME} or "
-            f"{INDEX_NAME}) nor an "
-            f"ONNX export ({GRAPH} with {ONNX_RECORD}), so nothing was pushed; name the folder of "
-            "one"
+            f"{INDEX_NAME}) nor an ONNX export ({GRAPH} with {ONNX_RECORD}), so nothing was "
+            "pushed; name the folder of one"
         )
     refuse_links(folder)
     if is_graph:
@@ -204,9 +203,8 @@ def require_pass(verified: VerifiedFolder, path: Path) -> GateResult:
     """Return the result of a gate, which has to be a pass of exactly the model in this folder."""
     if verified.is_graph:
         raise CompressionError(
-            "--require-gate is for safetensors checkpoints, which the gate judges; push the "
-            "folder that was judged, "
-            "its graph goes with it from onnx/"
+            "--require-gate is for safetensors checkpoints, which the gate judges; push the folder "
+            "that was judged, its graph goes with it from onnx/"
         )
     result = read_gate(path)
     if result.verdict != "pass":
@@ -218,8 +216,7 @@ def require_pass(verified: VerifiedFolder, path: Path) -> GateResult:
     if "commit" in judged:
         raise CompressionError(
             f"the gate in {path} judged {judged['repository']} on the Hub and not "
-            f"{verified.folder}; run "
-            "moe-compress gate on the folder"
+            f"{verified.folder}; run moe-compress gate on the folder"
         )
     folder = verified.folder
     now = identity(ModelSource(str(folder), None, folder), digests="digests" in judged)
@@ -233,8 +230,7 @@ def require_pass(verified: VerifiedFolder, path: Path) -> GateResult:
         if before.get(name) != after.get(name):
             raise CompressionError(
                 f"{name} of {folder} is not the one that the gate in {path} judged; run "
-                "moe-compress gate "
-                "on the folder as it is"
+                "moe-compress gate on the folder as it is"
             )
     return result
 

@@ -109,8 +109,7 @@ class Repository:
         if private and remote.exists and remote.private is False:
             raise CompressionError(
                 f"{self.repo_id} exists on the Hub and is public, so nothing was pushed; make it "
-                "private in its "
-                "settings, or name another repository"
+                "private in its settings, or name another repository"
             )
 
 

@@ -157,9 +157,8 @@ def base_blocks(data: BaseReport) -> Iterator[Block]:
     yield Table(caption, columns, rows, {groups}, optional=(groups,))
     note = (
         f"Outputs of all experts on {data.compared_tokens:,} of {data.tokens:,} tokens of "
-        f"{data.text}. Silhouette: 1 "
-        "where groups are tight and far apart, 0 where they overlap, below 0 where experts are "
-        "closer to other groups."
+        f"{data.text}. Silhouette: 1 where groups are tight and far apart, 0 where they overlap, "
+        "below 0 where experts are closer to other groups."
     )
     yield Text(note, "note")
 
@@ -224,8 +223,7 @@ def base_figures(data: BaseReport) -> tuple[Figure, ...]:
             maps.append(Drawing(layer.name, alt, (SIDE, SIDE), shown))
     caption = (
         "Experts by linear CKA of their outputs on the two largest principal components; those of "
-        "a group have one "
-        "colour and mark, grey ones are alone."
+        "a group have one colour and mark, grey ones are alone."
     )
     if maps:
         drawn.append(Figure("map", "Map of the experts, with their groups", caption, maps))

@@ -392,8 +392,7 @@ def _counts(model: OpenModel, grid: Grid, protect: Any) -> list[int]:
     if shared:
         raise CompressionError(
             f"{shared} shares its experts with another layer, so plans cannot be carried out in "
-            "order as comparing "
-            "them takes; compress with one strategy after another instead"
+            "order as comparing them takes; compress with one strategy after another instead"
         )
     return list(dict.fromkeys(counts))
 

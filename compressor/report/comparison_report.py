@@ -37,14 +37,12 @@ OPTIONAL = ("peak memory", "seconds", "flips", "parameters", "perplexity", "laye
 OPTIONAL_OF_FORMATS = (*OPTIONAL, "model", "loss", "bits")
 LEGEND = (
     "Loss and KL (of the base's next-token distribution to the model's) are in nats per token. "
-    "Flips is the share "
-    "of positions whose greedy token is not the base's. "
+    "Flips is the share of positions whose greedy token is not the base's. "
 )
 STRATEGIES_LEGEND = (
-    "Layer error is the mean over layers of ‖y - y'‖² / ‖y‖², tokens weighted, on calibration "
-    "text that no plan saw. "
-    "Seconds are those of deciding, and correcting with the evaluation on the way, without the "
-    "calibration pass. "
+    "Layer error is the mean over layers of ‖y - y'‖² / ‖y‖², tokens weighted, on calibration text "
+    "that no plan saw. Seconds are those of deciding, and correcting with the evaluation on the "
+    "way, without the calibration pass. "
 )
 FORMATS_LEGEND = (
     "± is one standard error paired by sequence. Bits are those of all bytes for each parameter "
@@ -53,10 +51,8 @@ FORMATS_LEGEND = (
 )
 TASKS_LEGEND = (
     "Of a task: its score, then its difference to the base's with one-sided 95% bounds, paired by "
-    "item as in gate; of "
-    "a perplexity its rise; of several random drops the mean and their range. Bold: as far as "
-    "these items can tell, no "
-    "worse than the best of its size; "
+    "item as in gate; of a perplexity its rise; of several random drops the mean and their range. "
+    "Bold: as far as these items can tell, no worse than the best of its size; "
 )
 SOURCES_LEGEND = (
     "by source, what loses more than 3 times the mean of the other sources, beyond the error."
@@ -626,10 +622,9 @@ def comparison_figure(comparison: Comparison) -> Figure:
         ]
         alt.append(f"{name}: {', '.join(points)}.")
     caption = (
-        "Loss above the base's by the bytes of all tensors; the legend lists lines in the order "
-        "in which they end. "
-        "Colour is the strategy and its format, line style the correction, and the grey band "
-        "random drops."
+        "Loss above the base's by the bytes of all tensors; the legend lists lines in the order in "
+        "which they end. Colour is the strategy and its format, line style the correction, and the "
+        "grey band random drops."
     )
     frontier = [row for row in comparison.rows if row.frontier and math.isfinite(row.loss)]
     if frontier:

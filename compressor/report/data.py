@@ -81,8 +81,7 @@ class Speed:
             )
         caption = (
             f"Inference on this machine ({self.device}, {self.dtype}): stock transformers, one "
-            "sequence of "
-            f"{self.prompt_tokens:,} tokens and {self.new_tokens} new ones, medians of "
+            f"sequence of {self.prompt_tokens:,} tokens and {self.new_tokens} new ones, medians of "
             f"{self.repetitions} turns"
         )
         return Table(caption, ("", "base", "output", "ratio"), rows)

@@ -218,10 +218,9 @@ def similarity_figure(reports: Sequence[LayerReport], name: str, title: str) -> 
     )
     caption = (
         "A square for each layer shows how similar the base's experts "
-        f"are{f' ({labels})' if labels else ''}. "
-        "They are ordered so that merged ones lie side by side, in solid outlines; a dashed one "
-        "holds the dropped. "
-        "✕ marks a dropped expert, ★ a protected one."
+        f"are{f' ({labels})' if labels else ''}. They are ordered so that merged ones lie side by "
+        "side, in solid outlines; a dashed one holds the dropped. ✕ marks a dropped expert, ★ a "
+        "protected one."
     )
     return Figure(name, f"{title}, from {low:g} (dark) to {high:g} (light)", caption, drawings)
 
@@ -279,9 +278,8 @@ def visits(data: Report) -> Figure | None:
         "Routed tokens: grey kept, purple merged, hollow dropped experts before; blue slots after"
     )
     caption = (
-        f"Share of the routed tokens{read}: the base's experts above, the compressed "
-        "model's slots below, "
-        "each model with its own routing; the dashed line is an even share."
+        f"Share of the routed tokens{read}: the base's experts above, the compressed model's slots "
+        "below, each model with its own routing; the dashed line is an even share."
     )
     return Figure("visits", title, caption, drawings)
 
@@ -326,8 +324,7 @@ def errors(data: Report) -> Figure | None:
     drawing = Drawing("Reconstruction error by layer", " ".join(alts), size, draw)
     caption = (
         "Squared error of the compressed MoE block's output over the squared output of the "
-        f"base's{read}, "
-        "on the base's own inputs; 0 is no change."
+        f"base's{read}, on the base's own inputs; 0 is no change."
     )
     if "heldout_error_after" in drawn:
         caption += (
@@ -371,8 +368,7 @@ def distillation(data: Report) -> Figure | None:
         (first, before), *_, (last, after) = points.items()
         alt = (
             f"{counted(len(points), 'evaluation')}: {short(before)} after {first} steps, "
-            f"{short(after)} after {last}; "
-            f"{chosen}."
+            f"{short(after)} after {last}; {chosen}."
         )
         drawings.append(
             Drawing("KL from the base", alt, (WIDTH, 2.2), partial(draw, points=points, best=best))
@@ -381,8 +377,7 @@ def distillation(data: Report) -> Figure | None:
         return None
     caption = (
         "KL divergence from the base's next-token distributions, on text that was not trained on; "
-        "the dashed line is "
-        "where training began, a ring the state that was taken."
+        "the dashed line is where training began, a ring the state that was taken."
     )
     return Figure("distillation", "Held-out text during the distillation", caption, drawings)
 

@@ -170,8 +170,7 @@ def _open_base(folder: Path, plan: Plan, source: ModelSource, dtype: str, device
     if opened.fingerprint != plan.source.fingerprint:
         raise CompressionError(
             f"{opened.source.name} is not the model that {folder} was made from: its fingerprint "
-            "is "
-            f"{opened.fingerprint[:12]}, not {plan.source.fingerprint[:12]}; name the base with "
+            f"is {opened.fingerprint[:12]}, not {plan.source.fingerprint[:12]}; name the base with "
             "--model"
         )
     opened = as_decided(opened, plan.split, plan.expert_plan.top_k)
@@ -350,9 +349,8 @@ def measure_layers(
     same_layers = output.architecture.decoder_layers == first.architecture.decoder_layers
     if names != [layer.name for layer in first.architecture.layers] or not same_layers:
         raise CompressionError(
-            f"{first.source.label} and {output.source.label} have different layers, so they are "
-            "no base and its "
-            "output; name the base with --model"
+            f"{first.source.label} and {output.source.label} have different layers, so they are no "
+            "base and its output; name the base with --model"
         )
     text = Calibration(
         tuple(batches), {}, sample_tokens=compared_tokens(first.architecture.experts)

@@ -161,9 +161,8 @@ def experts(plan: ExpertPlan) -> tuple[Block, ...]:
     if any(map(correction_of, plan.layers)):
         legend += (
             " Held-out error: the share of the layer's output energy that is missed on held-out "
-            "calibration tokens, "
-            "to which neither plan nor reconstruction was fitted, before and after the "
-            "reconstruction."
+            "calibration tokens, to which neither plan nor reconstruction was fitted, before and "
+            "after the reconstruction."
         )
     return experts_table(plan, "What became of each expert"), Text(legend, "note")
 
