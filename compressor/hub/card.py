@@ -254,8 +254,8 @@ def card_text(
     made: list[Block] = []
     recipe = recipe_text(data.plan)
     if recipe is None:
-        missing = "A step is not installed where this card was made, so it has no recipe to repeat"
-        made.append(Text(f"{missing} it."))
+        missing = "A step is not installed where this card was made"
+        made.append(Text(f"{missing}, so it has no recipe to repeat it."))
     else:
         note = (
             "This recipe makes the same plan, all steps in one run. It is made from the plan, so "
