@@ -9,6 +9,7 @@ keeps most of it. E experts."""
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from compressor.recipe.registry import load_strategy
 from compressor.report.data import LayerReport, mean, named, within
 from compressor.report.figures import MOST_NUMBERED, WIDTH, cells, similarity_figure
 from compressor.report.measuring import VISITS, Similarity, compared_tokens, read_part, shares
-from compressor.report.page import MADE_BY
+from compressor.report.page import MADE_BY, write_page
 from compressor.statistics.statistics import collect
 
 if TYPE_CHECKING:
@@ -184,8 +185,13 @@ def _lines(
     return Drawing(title, f"{'; '.join(parts)}.", (WIDTH + 0.6, 2.6), draw)
 
 
-def base_figures(data: BaseReport) -> tuple[Figure, ...]:
-    """Return redundancy over depth, a map of each layer's experts with the colour and mark of their
+def write_base_page(
+    data: BaseReport, page_file: Path, folder: Path | None, overwrite: bool
+) -> list[Path]:
+    """Write a page with a section for each figure, and figures into a new folder; returns their
+    files.
+
+    They are redundancy over depth, a map of each layer's experts with the colour and mark of their
     group, and the matrices of each measure."""
     similarities = {}
     for name, reports in data.measures.items():
@@ -230,16 +236,12 @@ def base_figures(data: BaseReport) -> tuple[Figure, ...]:
     for name, reports in data.measures.items():
         title = f"Similarity of the experts by {name}"
         drawn.append(similarity_figure(reports, MEASURE_FIGURES[name], title))
-    return tuple(filter(None, drawn))
-
-
-def base_page(data: BaseReport, drawn: Sequence[Figure]) -> str:
-    """Return the page with a section for each figure."""
+    figures = [figure for figure in drawn if figure is not None]
     blocks: list[Block] = [Heading("Redundancy by layer", 2, "layers"), *base_blocks(data)]
-    for figure in drawn:
+    for figure in figures:
         blocks += [Heading(figure.title, 2, figure.name), figure]
     tiles = Facts((("MoE layers", str(len(data.layers))), ("Groups in each", str(data.groups))))
     lead = f"How alike the experts of {data.model} are, before anything is compressed."
-    return html.page(
-        data.model, "Redundancy report", lead, tiles, blocks, f"{MADE_BY} {data.model}."
-    )
+    made_by = f"{MADE_BY} {data.model}."
+    text = html.page(data.model, "Redundancy report", lead, tiles, blocks, made_by)
+    return write_page(text, figures, FIGURE_NAMES, page_file, folder, overwrite)
