@@ -1,6 +1,7 @@
 """The commands that make models: `plan`, `apply` and `compress`, and `split`, `calibrate-router`
 and `distill`."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -24,17 +25,19 @@ from compressor.cli.options import (
     Seed,
     Writing,
     flag,
+    listed,
     options_of,
 )
 from compressor.cli.outputs import show_hub_bars
 from compressor.cli.settings import Best, Fast, Settings, preset, recipe_of, recipe_options
-from compressor.cli.sizes import Bytes, For, fit_into
+from compressor.cli.sizes import Bytes, For
 from compressor.cli.terminal import print_report, progress_bars, written_line
 from compressor.distributed import held, ranks
-from compressor.document.blocks import Block
+from compressor.document.blocks import Block, Table
 from compressor.document.blocks import Text as Line
 from compressor.errors import CompressionError
 from compressor.files import refuse_no_file
+from compressor.formatting import read_bytes
 from compressor.model.serving import Advice, servers_in_words
 from compressor.recipe.keep_lists import options_of_list
 from compressor.recipe.recipe import Recipe, on_text
@@ -46,6 +49,8 @@ from compressor.steps.routers.options import Routers
 if TYPE_CHECKING:  # loaded only where a model is made
     from compressor.pipeline.outcome import Attempt, Outcome
     from compressor.quality_gate.verdict import GateResult
+
+logger = logging.getLogger(__name__)
 
 Source = Annotated[
     str,
@@ -158,8 +163,14 @@ def compress(
     if servers is not None and nbytes is None:
         raise CompressionError("--for goes with --bytes, which chooses a format")
     if nbytes is not None:
+        from compressor.report.comparison_report import sentences
+        from compressor.report.sizes import fitted
+
+        limit, names = read_bytes(nbytes, "--bytes"), listed(servers, "--for") or ()
         with progress_bars(running.as_json) as progress:
-            recipe = fit_into(recipe, nbytes, servers, running.device, progress)
+            recipe, sizes = fitted(recipe, limit, names, device=running.device, progress=progress)
+            for line in sentences(sizes):
+                logger.info("%s", line)
     if dry_run or output is None:
         return show_dry_run(recipe, running.as_json)
     if recipe.output.push_to_hub is not None:
@@ -192,16 +203,10 @@ def show_outcome(outcome: "Outcome", as_json: bool) -> None:
     """Print the outcome of a run, and where it was published."""
     from compressor.report.terminal import outcome_blocks
 
-    print_report(
-        as_json,
-        {**outcome.to_dict(), **published(outcome)},
-        () if as_json else outcome_blocks(outcome),
-    )
-
-
-def published(outcome: "Outcome") -> dict[str, Any]:
-    """Return the entry of a push in --json; empty without one."""
-    return {} if outcome.pushed is None else {"push": outcome.pushed.to_dict()}
+    content = outcome.to_dict()
+    if outcome.pushed is not None:
+        content["push"] = outcome.pushed.to_dict()
+    print_report(as_json, content, () if as_json else outcome_blocks(outcome))
 
 
 def show_gated(
@@ -214,24 +219,26 @@ def show_gated(
     """Print the gate of the model in place, or of the last one if none passed, and the outcome of
     what is in place."""
     from compressor.quality_gate.report import full_content, gate_blocks
-    from compressor.report.terminal import attempts_table, outcome_blocks
+    from compressor.report.terminal import outcome_blocks
 
     summarise(result, as_json)
+    tried = []
+    rows = []
+    for attempt in attempts:
+        verdict, accepted = attempt.result.verdict, attempt.accepted
+        tried.append({"experts": attempt.experts, "accepted": accepted, "verdict": verdict})
+        rows.append((str(attempt.experts), verdict, "yes" if accepted else "no"))
     content = {
         **full_content(result),
         "written": [str(path) for path in written],
-        "attempts": [
-            {
-                "experts": attempt.experts,
-                "accepted": attempt.accepted,
-                "verdict": attempt.result.verdict,
-            }
-            for attempt in attempts
-        ],
+        "attempts": tried,
         "compression": None if outcome is None else outcome.to_dict(),
-        **({} if outcome is None else published(outcome)),
     }
-    blocks: list[Block] = [*attempts_table(attempts), *gate_blocks(result), *written_line(written)]
+    if outcome is not None and outcome.pushed is not None:
+        content["push"] = outcome.pushed.to_dict()
+    blocks: list[Block] = [*gate_blocks(result), *written_line(written)]
+    if len(rows) > 1:
+        blocks.insert(0, Table("Models tried", ("experts per layer", "verdict", "accepted"), rows))
     if outcome is None:
         blocks.append(Line(f"{result.compressed} was not written."))
     elif not as_json:

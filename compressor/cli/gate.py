@@ -92,8 +92,7 @@ def gate(
         str | None,
         flag(
             "Comma-separated lm-eval tasks (default: mmlu,boolq,openbookqa,rte). Beside --suite, "
-            "--prompts and --text "
-            "none are usual."
+            "--prompts and --text none are usual."
         ),
     ] = None,
     output: Annotated[
@@ -124,9 +123,8 @@ def gate(
     demo: Annotated[
         bool,
         flag(
-            "Use the demo's tasks, and without models the demo model. The largest drop that "
-            "passes is then "
-            f"{DEMO_MAX_DROP}."
+            "Use the demo's tasks, and without models the demo model. The largest drop that passes "
+            f"is then {DEMO_MAX_DROP}."
         ),
     ] = False,
     cache_dir: Annotated[

@@ -51,8 +51,19 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with _own_warnings():
         try:
+            # --apply-chat-template may stand without a name of a template: another option, a folder
+            # or a Hub id is none
+            arguments = []
+            for argument, after in zip(sys.argv[1:], [*sys.argv, "-"][2:], strict=True):
+                if argument == f"--no-{CHAT}":
+                    argument = f"--{CHAT}=false"
+                elif argument == f"--{CHAT}" and (
+                    after.startswith("-") or "/" in after or Path(after).exists()
+                ):
+                    argument = f"--{CHAT}=true"
+                arguments.append(argument)
             status = click_command(app)(
-                paths_spelled_out(spelled_out(sys.argv[1:])),
+                paths_spelled_out(arguments),
                 prog_name=PROGRAM,
                 standalone_mode=False,
             )
@@ -78,25 +89,6 @@ def main() -> None:
     if status == INTERRUPTED:  # which typer too may have made of the key
         print("Interrupted; run the same command again to go on.", file=sys.stderr)
     raise SystemExit(status if isinstance(status, int) else 0)
-
-
-def spelled_out(arguments: Sequence[str]) -> list[str]:
-    """Return arguments with a value for --apply-chat-template, whose name of a template may be left
-    out.
-
-    What follows it is no name if it is another option, a folder or a Hub id.
-    """
-    spelled = []
-    followers = [*arguments, "-"][1:]
-    for argument, after in zip(arguments, followers, strict=True):
-        if argument == f"--no-{CHAT}":
-            argument = f"--{CHAT}=false"
-        elif argument == f"--{CHAT}" and (
-            after.startswith("-") or "/" in after or Path(after).exists()
-        ):
-            argument = f"--{CHAT}=true"
-        spelled.append(argument)
-    return spelled
 
 
 class _OneLine(logging.Formatter):

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from compressor.cli.options import flag, given
+from compressor.cli.options import flag
 from compressor.entry_points import MODEL_FILES, load, working
 from compressor.errors import CompressionError
 
@@ -24,8 +24,13 @@ def package_of(context: typer.Context, model: str | None, imatrix: Path | None =
     """
     for package in working(MODEL_FILES, lambda name: load(MODEL_FILES, name)):
         if model is not None and package.recognises(model):
+            given = set()  # which stand on the command line
+            for name in context.params:
+                source = context.get_parameter_source(name)
+                if source is not None and source.name == "COMMANDLINE":
+                    given.add(name)
             package.check_options(
-                {option.name: option.opts[0] for option in context.command.params}, given(context)
+                {option.name: option.opts[0] for option in context.command.params}, given
             )
             return package
     if imatrix is not None:

@@ -151,10 +151,38 @@ def spread(function: Callable[..., None], shown: Sequence[str] = ()) -> Callable
             parameters.append(
                 parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name])
             )
+
+    def show(context: typer.Context, requested: bool) -> None:
+        if requested:
+            with_all_options(function).get_help(context)
+            raise typer.Exit()
+
     if shown:
-        parameters.append(_help_all(function))
-    parameters = [_spelled(parameter, shown) for parameter in parameters]
-    parameters.sort(key=lambda parameter: _position(parameter, shown))
+        help_all = flag("Show all options and exit.", is_eager=True, callback=show)
+        annotation = Annotated[bool, help_all]
+        parameters.append(
+            Parameter(HELP_ALL, Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
+        )
+    placed = list[tuple[int, Parameter]]()
+    for parameter in parameters:
+        kind, option = (*get_args(parameter.annotation), None, None)[:2]
+        # by its place in `shown`, or by its panel; what is in none comes before all others
+        panel = getattr(option, "rich_help_panel", None)
+        order, key = (shown, parameter.name) if shown else (PANELS, panel)
+        place = order.index(key) + 1 if key in order else 0
+        if isinstance(option, OptionInfo):
+            option = copy(option)
+            if parameter.name == "output":
+                option.param_decls = ("--output", "-o")
+            elif kind is bool and option.param_decls is None:  # no --no- beside a switch
+                option.param_decls = (f"--{parameter.name.replace('_', '-')}",)
+            if shown:
+                option.rich_help_panel = None
+                option.hidden = parameter.name not in shown
+                option.help = f"{str(option.help).partition('. ')[0].rstrip('.')}."
+            parameter = parameter.replace(annotation=Annotated[kind, option])
+        placed.append((place, parameter))
+    parameters = [parameter for _, parameter in sorted(placed, key=lambda entry: entry[0])]
 
     def command(**values: Any) -> None:
         values.pop(HELP_ALL, None)
@@ -189,58 +217,6 @@ def click_command(app: typer.Typer) -> Any:
                 if getattr(parameter, "is_flag", False):
                     parameter.metavar = ""
     return command
-
-
-def _help_all(function: Callable[..., None]) -> Parameter:
-    """Return the option that prints the help with every option."""
-
-    def show(context: typer.Context, requested: bool) -> None:
-        if requested:
-            with_all_options(function).get_help(context)
-            raise typer.Exit()
-
-    option = flag("Show all options and exit.", is_eager=True, callback=show)
-    return Parameter(
-        HELP_ALL, Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]
-    )
-
-
-def _position(parameter: Parameter, shown: Sequence[str]) -> int:
-    """Return the place of an option in `shown`, or of its panel; 0, before all others, where it is
-    in none."""
-    if shown:
-        return shown.index(parameter.name) + 1 if parameter.name in shown else 0
-    _, option = (*get_args(parameter.annotation), None, None)[:2]
-    panel = getattr(option, "rich_help_panel", None)
-    return PANELS.index(panel) + 1 if panel in PANELS else 0
-
-
-def _spelled(parameter: Parameter, shown: Sequence[str]) -> Parameter:
-    """Return the option with its names: no `--no-` beside a switch, `-o` for an output; hidden
-    unless shown."""
-    kind, option = (*get_args(parameter.annotation), None, None)[:2]
-    if not isinstance(option, OptionInfo):
-        return parameter
-    option = copy(option)
-    if parameter.name == "output":
-        option.param_decls = ("--output", "-o")
-    elif kind is bool and option.param_decls is None:
-        option.param_decls = (f"--{parameter.name.replace('_', '-')}",)
-    if shown:
-        option.rich_help_panel = None
-        option.hidden = parameter.name not in shown
-        option.help = f"{str(option.help).partition('. ')[0].rstrip('.')}."
-    return parameter.replace(annotation=Annotated[kind, option])
-
-
-def given(context: typer.Context) -> set[str]:
-    """Return the names of parameters that stand on the command line."""
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    return {
-        name
-        for name, source in sources.items()
-        if source is not None and source.name == "COMMANDLINE"
-    }
 
 
 class Running(ModelOptions):

@@ -191,11 +191,10 @@ def report(
         from compressor.report.base_report import (
             FIGURE_NAMES,
             base_blocks,
-            base_figures,
-            base_page,
             compare_experts,
+            write_base_page,
         )
-        from compressor.report.page import check_report, write_page
+        from compressor.report.page import check_report
 
         check_report(output, figures, running.overwrite, FIGURE_NAMES)
         with lock_output(output), progress_bars(running.as_json) as progress:
@@ -210,14 +209,9 @@ def report(
                 running.device,
                 running.dtype,
             )
-        drawn = base_figures(base)
-        page = base_page(base, drawn)
-        written = write_page(page, drawn, FIGURE_NAMES, output, figures, running.overwrite)
-        print_report(
-            running.as_json,
-            base,
-            [*base_blocks(base), *written_line([output, *written])],
-        )
+        written = write_base_page(base, output, figures, running.overwrite)
+        blocks = [*base_blocks(base), *written_line([output, *written])]
+        print_report(running.as_json, base, blocks)
         return
     with progress_bars(running.as_json or no_measure) as progress:
         data, written = compressor.write_report(

@@ -22,8 +22,43 @@ def markdown(document: Iterable[Block], images: Mapping[str, str] = NO_IMAGES) -
     lines = []
     above = ""
     for block in document:
-        above = plain_words(block.words) if isinstance(block, blocks.Heading) else above
-        lines += [*_block(block, images, above), ""]
+        match block:
+            case blocks.Heading(words, level):
+                above = plain_words(words)
+                lines.append(f"{'#' * level} {_words(words)}")
+            case blocks.Text(words):
+                lines.append(_paragraph(words))
+            case blocks.Items(items):
+                lines += [f"- {_paragraph(item)}" for item in items]
+            case blocks.Listing(text, language):
+                fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 3)
+                lines += [f"{fence}{language}", readable(text), fence]
+            case blocks.Facts(pairs):
+                for name, value in pairs:
+                    if isinstance(value, blocks.Items):
+                        lines.append(f"- {escaped(name)}:")
+                        lines += [f"  - {_paragraph(item)}" for item in value.items]
+                    else:
+                        lines.append(f"- {escaped(name)}: {_words(value)}")
+            case blocks.Table(caption):
+                if caption not in ("", above):  # the heading need not be repeated
+                    lines += [f"{_paragraph(caption)}:", ""]
+                # words begin at the left, numbers end at the right
+                places = range(len(block.columns))
+                rule = [":---" if block.is_text(place) else "---:" for place in places]
+                rows = [list(map(escaped, block.columns)), rule]
+                rows += [list(map(_words, row)) for row in block.rows]
+                lines += [f"| {' | '.join(cells)} |" for cells in rows]
+            case blocks.Figure(name):
+                if name in images:
+                    lines.append(f"![{escaped(block.alt)}]({quote(images[name])})")
+            case blocks.Details(words, inner):
+                summary = html.escape(" ".join(readable(plain_words(words)).split()))
+                lines += ["<details>", f"<summary>{summary}</summary>", ""]
+                lines += [markdown(inner, images), "</details>"]
+            case blocks.Sides():
+                pass
+        lines.append("")
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n") + "\n"
 
 
@@ -56,51 +91,6 @@ def _words(words: Words) -> str:
             return f"**{_words(inner)}**"
         case blocks.Note(text) | blocks.Toned(text) | blocks.Marked(text):
             return escaped(text)
-
-
-def _block(block: Block, images: Mapping[str, str], above: str) -> list[str]:
-    """A block's lines; `above` is the last heading, which a table's caption need not repeat."""
-    match block:
-        case blocks.Heading(words, level):
-            return [f"{'#' * level} {_words(words)}"]
-        case blocks.Text(words):
-            return [_paragraph(words)]
-        case blocks.Items(items):
-            return [f"- {_paragraph(item)}" for item in items]
-        case blocks.Listing(text, language):
-            fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 3)
-            return [f"{fence}{language}", readable(text), fence]
-        case blocks.Facts(pairs):
-            lines = []
-            for name, value in pairs:
-                if isinstance(value, blocks.Items):
-                    lines.append(f"- {escaped(name)}:")
-                    lines += [f"  - {_paragraph(item)}" for item in value.items]
-                else:
-                    lines.append(f"- {escaped(name)}: {_words(value)}")
-            return lines
-        case blocks.Table(caption):
-            title = [] if caption in ("", above) else [f"{_paragraph(caption)}:", ""]
-            # words begin at the left, numbers end at the right
-            rule = [
-                ":---" if block.is_text(place) else "---:" for place in range(len(block.columns))
-            ]
-            rows = [list(map(escaped, block.columns)), rule]
-            rows += [list(map(_words, row)) for row in block.rows]
-            return title + [f"| {' | '.join(cells)} |" for cells in rows]
-        case blocks.Figure(name):
-            return [f"![{escaped(block.alt)}]({quote(images[name])})"] if name in images else []
-        case blocks.Sides():
-            return []
-        case blocks.Details(words, inner):
-            summary = html.escape(" ".join(readable(plain_words(words)).split()))
-            return [
-                "<details>",
-                f"<summary>{summary}</summary>",
-                "",
-                markdown(inner, images),
-                "</details>",
-            ]
 
 
 def _paragraph(words: Words) -> str:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -36,7 +36,8 @@ def show(document: Iterable[Block]) -> None:
                 above = plain_words(words)
                 continue
             case blocks.Facts(pairs):
-                facts = _titled(above, show_header=False)
+                title = _words(above) if above else None
+                facts = RichTable(title=title, title_justify="left", show_header=False)
                 for _ in range(2):
                     facts.add_column(overflow="fold")
                 for name, value in pairs:
@@ -81,10 +82,6 @@ def _words(words: Words, style: str | Style = "") -> RichText:
             )
 
 
-def _titled(title: str, **style: Any) -> RichTable:
-    return RichTable(title=_words(title) if title else None, title_justify="left", **style)
-
-
 def _table(block: Table, title: str, room: int) -> tuple[RichTable, Sequence[str]]:
     """Return the table and the columns that it leaves out, so that words and numbers stay whole.
 
@@ -124,7 +121,7 @@ def _table(block: Table, title: str, room: int) -> tuple[RichTable, Sequence[str
         grown = min(max(0, spare), max(map(cell_len, cells[column])) - widths[place])
         widths[place] += grown
         spare -= grown
-    grid = _titled(title)
+    grid = RichTable(title=_words(title) if title else None, title_justify="left")
     for column, width in zip(columns, widths, strict=True):
         side: Literal["left", "right"] = "left" if block.is_text(column) else "right"
         grid.add_column(_words(block.columns[column]), justify=side, overflow="fold", width=width)

@@ -157,8 +157,7 @@ def read_facts(folder: Path, gate: GateResult | None = None) -> CardFacts:
     if not (folder / COMPRESSION).is_file():
         raise CompressionError(
             f"{folder} has no {COMPRESSION}, so nothing is known about how it was made; name an "
-            "output of "
-            "moe-compress, or write its README.md by hand"
+            "output of moe-compress, or write its README.md by hand"
         )
     outcome = report_data(folder, gate=gate)
     if outcome.recorded_digest != outcome.plan.digest():
@@ -189,8 +188,7 @@ def read_facts(folder: Path, gate: GateResult | None = None) -> CardFacts:
     if nbytes != outcome.after.bytes:
         raise CompressionError(
             f"the weights in {folder} hold {nbytes} bytes, its {COMPRESSION} says "
-            f"{outcome.after.bytes}; they do not "
-            "belong together, compress again"
+            f"{outcome.after.bytes}; they do not belong together, compress again"
         )
     dtypes = Counter[str]()
     for tensor in sorted(tensors, key=lambda tensor: tensor.dtype):
@@ -253,6 +251,21 @@ def card_text(
     name = repo_id.rpartition("/")[2]
     drawn = {figure.name: figure for figure in figures(data, CARD_FIGURES)}
     images = {figure: f"images/{figure}.png" for figure in drawn}
+    made: list[Block] = []
+    recipe = recipe_text(data.plan)
+    if recipe is None:
+        missing = "A step is not installed where this card was made"
+        made.append(Text(f"{missing}, so it has no recipe to repeat it."))
+    else:
+        note = (
+            "This recipe makes the same plan, all steps in one run. It is made from the plan, so "
+            "it has no edits by hand; local files and folders are in it by their names alone."
+        )
+        run = shlex.join(["moe-compress", "compress", RECIPE, "-o", name])
+        made += [Text(note), Listing(recipe, "yaml"), Listing(run, "bash")]
+    if command is not None:
+        made.append(Text("The last command that was run, in which paths are shortened to names:"))
+        made.append(Listing(without_paths(command), "bash"))
     became = page.experts(data.expert_plan)
     header = metadata(facts, repo_id, base_metadata(data.plan.source, base, base_model))
     blocks: list[Block | None] = [
@@ -260,7 +273,10 @@ def card_text(
         introduction(facts),
         *comparison(facts),
         drawn.get("distillation"),
-        *provenance(facts, command, name),
+        Heading("How it was made"),
+        *made,
+        outcome_facts(data, "card"),
+        Text((Code("compression.json"), " holds the whole plan with its coefficients.")),
         Heading("Experts"),
         drawn.get("experts"),
         Details("Layer by layer", became) if data.layers else became[0],
@@ -325,8 +341,7 @@ def introduction(facts: CardFacts) -> Text:
         what = (
             f" in which constants stand for {replaced:,} of the {before:,} experts of its {count}; "
             f"{span(len(layer.groups) for layer in plan.layers)} stay in each (MoNE, "
-            "arXiv:2507.00390). The "
-            "routers are whole."
+            "arXiv:2507.00390). The routers are whole."
         )
     elif facts.outcome.strategy != KEPT_WHOLE:
         kind += ", with fewer experts."
@@ -339,9 +354,8 @@ def introduction(facts: CardFacts) -> Text:
             cited.append(name)
         what = (
             f" with {kept} instead of {span(layer.experts for layer in plan.layers)} experts in "
-            "each of its "
-            f"{count}{after_split}: {all_dispositions(plan.layers)}.{routed} "
-            f"Strategy: {', then '.join(cited)}."
+            f"each of its {count}{after_split}: {all_dispositions(plan.layers)}.{routed} Strategy: "
+            f"{', then '.join(cited)}."
         )
     else:
         kind += "."
@@ -375,29 +389,6 @@ def comparison(facts: CardFacts) -> list[Block]:
     return blocks
 
 
-def provenance(facts: CardFacts, command: str | None, out: str) -> list[Block]:
-    """Return the recipe of all steps, the text that was read, versions and digest; `command` is the
-    last one run."""
-    blocks: list[Block] = [Heading("How it was made")]
-    recipe = recipe_text(facts.outcome.plan)
-    if recipe is None:
-        missing = "A step is not installed where this card was made, so it has no recipe to repeat"
-        blocks.append(Text(f"{missing} it."))
-    else:
-        note = (
-            "This recipe makes the same plan, all steps in one run. It is made from the plan, so "
-            "it has no "
-            "edits by hand; local files and folders are in it by their names alone."
-        )
-        run = shlex.join(["moe-compress", "compress", RECIPE, "-o", out])
-        blocks += [Text(note), Listing(recipe, "yaml"), Listing(run, "bash")]
-    if command is not None:
-        blocks.append(Text("The last command that was run, in which paths are shortened to names:"))
-        blocks.append(Listing(without_paths(command), "bash"))
-    whole = (Code("compression.json"), " holds the whole plan with its coefficients.")
-    return [*blocks, outcome_facts(facts.outcome, "card"), Text(whole)]
-
-
 def loading(facts: CardFacts, repo_id: str) -> list[Block]:
     """Return how to load it, by what is there."""
     outcome = facts.outcome
@@ -414,7 +405,27 @@ def loading(facts: CardFacts, repo_id: str) -> list[Block]:
         if fault:
             blocks.append(Text(f"{fault[0].upper()}{fault[1:]}."))
         else:
-            blocks += _stock(facts, repo_id)
+            name = (facts.config.get("architectures") or ["AutoModelForCausalLM"])[0]
+            model_class = "AutoModelForCausalLM" if name.endswith("ForCausalLM") else name
+            arguments = 'dtype="auto", device_map="auto"'
+            if facts.served is not None and not facts.served.aligned:
+                arguments += ', experts_implementation="eager"'
+            python = f"from transformers import {model_class}"
+            loaded = f'model = {model_class}.from_pretrained("{repo_id}", {arguments})'
+            if (facts.folder / "tokenizer_config.json").is_file():
+                python += ", AutoTokenizer"
+                loaded += f'\ntokenizer = AutoTokenizer.from_pretrained("{repo_id}")'
+            checked = (
+                "In transformers (names and shapes of all tensors were checked against the stock "
+                f"model of version {outcome.versions.get('transformers', 'unknown')}; "
+            )
+            packages: Words = " needs the package accelerate"
+            if outcome.quantized:
+                packages = packages, ", and the format ", Code("compressed-tensors")
+            blocks += [
+                Text((checked, Code("device_map"), packages, "):")),
+                Listing(f"{python}\n\n{loaded}", "python"),
+            ]
         for breach in [] if facts.served is None else advise(facts.served).breaches:
             if breach.server == "vLLM" and breach.effect in ("fails", "wrong"):
                 blocks.append(Text(f"vLLM {breach.says}."))
@@ -440,31 +451,6 @@ def loading(facts: CardFacts, repo_id: str) -> list[Block]:
     return blocks
 
 
-def _stock(facts: CardFacts, repo_id: str) -> list[Block]:
-    """Return how stock transformers load it."""
-    outcome = facts.outcome
-    name = (facts.config.get("architectures") or ["AutoModelForCausalLM"])[0]
-    model_class = "AutoModelForCausalLM" if name.endswith("ForCausalLM") else name
-    arguments = 'dtype="auto", device_map="auto"'
-    if facts.served is not None and not facts.served.aligned:
-        arguments += ', experts_implementation="eager"'
-    imported = f"from transformers import {model_class}"
-    loading = f'model = {model_class}.from_pretrained("{repo_id}", {arguments})'
-    if (facts.folder / "tokenizer_config.json").is_file():
-        imported += ", AutoTokenizer"
-        loading += f'\ntokenizer = AutoTokenizer.from_pretrained("{repo_id}")'
-    checked = (
-        "In transformers (names and shapes of all tensors were checked against the stock model of "
-        "version "
-        f"{outcome.versions.get('transformers', 'unknown')}; "
-    )
-    packages: Words = " needs the package accelerate"
-    if outcome.quantized:
-        packages = " needs the package accelerate, and the format ", Code("compressed-tensors")
-    paragraph = Text((checked, Code("device_map"), packages, "):"))
-    return [paragraph, Listing(f"{imported}\n\n{loading}", "python")]
-
-
 def limits(facts: CardFacts, has_licence: bool) -> list[str]:
     """Return what was not measured, and what the figures say nothing about; `has_licence` if the
     card inherits one."""
@@ -473,9 +459,8 @@ def limits(facts: CardFacts, has_licence: bool) -> list[str]:
     sentences = ["Accuracy was measured on the tasks above and on nothing else."]
     if outcome.gate is None:
         sentences = [
-            "Accuracy was not measured: there is no gate result for these weights. Compare it "
-            "with the base on "
-            "your own tasks before you use it."
+            "Accuracy was not measured: there is no gate result for these weights. Compare it with "
+            "the base on your own tasks before you use it."
         ]
     if text is not None:
         # by domain where the default blend knows a source
@@ -510,9 +495,8 @@ def limits(facts: CardFacts, has_licence: bool) -> list[str]:
         sentences.append("Servers round activations to FP8, too; what that costs was not measured.")
     if outcome.expert_plan.has_constants:
         sentences.append(
-            "The format was checked by the tool's own forward: the written tensors give the "
-            "logits that the base gives "
-            "with these constants."
+            "The format was checked by the tool's own forward: the written tensors give the logits "
+            "that the base gives with these constants."
         )
     if not has_licence:
         sentences.append("No licence was found in a card of the base; the base's own terms hold.")
@@ -548,10 +532,9 @@ def _refitted(outcome: Report) -> Iterator[str]:
         better = sum(figures.get("kept") not in (None, "none") for figures in corrections)
         yield (
             f"Reconstruction ({', then '.join(methods)}) refitted the remaining experts to each "
-            "layer's base output on "
-            f"the calibration text and was kept in {better} of "
-            f"{counted(len(corrections), 'layer')}; the errors before "
-            "and after are those of single layers and say nothing about accuracy."
+            f"layer's base output on the calibration text and was kept in {better} of "
+            f"{counted(len(corrections), 'layer')}; the errors before and after are those of "
+            "single layers and say nothing about accuracy."
         )
     if "distill" in trained:
         yield (
@@ -616,21 +599,6 @@ def base_metadata(
     return {}
 
 
-def listed_licence(name: str) -> str | None:
-    """Return the Hub's spelling of a licence: of an SPDX identifier or of a name written out; None
-    if it has none."""
-    text = " ".join(name.lower().split())
-    for line in SPELLED_OUT.strip().splitlines():
-        words, _, short = line.partition(":")
-        text = re.sub(rf"\b({words})\b", short.strip(), text)
-    text = re.sub(r"-?v(?=[0-9])", "-", "-".join(re.findall(r"[a-z0-9.+]+", text)))
-    text = re.sub(r"(-only|-or-later|(?<=[0-9])\+)$", "", text)
-    for spelling in (name.lower(), text, f"{text}.0"):
-        if spelling in LICENCES:
-            return spelling
-    return None
-
-
 def licence(
     base: Mapping[str, Any], folder: Path, repository: str | None, revision: str | None
 ) -> dict[str, Any]:
@@ -640,10 +608,21 @@ def licence(
     names: list[Any] = given if isinstance(given, list) else [given]
     if not names or not all(isinstance(name, str) and name for name in names):
         return {}
-    listed = [listed_licence(name) for name in names]
-    known = [name or "other" for name in listed]
+    known, unlisted = list[str](), list[str]()
+    for name in names:
+        # an SPDX identifier, or a name written out
+        text = " ".join(name.lower().split())
+        for line in SPELLED_OUT.strip().splitlines():
+            words, _, short = line.partition(":")
+            text = re.sub(rf"\b({words})\b", short.strip(), text)
+        text = re.sub(r"-?v(?=[0-9])", "-", "-".join(re.findall(r"[a-z0-9.+]+", text)))
+        text = re.sub(r"(-only|-or-later|(?<=[0-9])\+)$", "", text)
+        spellings = (name.lower(), text, f"{text}.0")
+        listed = [spelling for spelling in spellings if spelling in LICENCES]
+        if not listed:
+            unlisted.append(one_line(name))
+        known.append(listed[0] if listed else "other")
     fields: dict[str, Any] = {"license": known if isinstance(given, list) else known[0]}
-    unlisted = [one_line(name) for name, known in zip(names, listed, strict=True) if known is None]
     name, link = ", ".join(unlisted) or base.get("license_name"), base.get("license_link")
     if name:
         fields["license_name"] = name

@@ -78,12 +78,34 @@ def verify_folder(folder: Path) -> VerifiedFolder:
     if not (is_graph or has_weights or (folder / "config.json").exists()):
         raise CompressionError(
             f"{folder} is neither a safetensors checkpoint (config.json with {SINGLE_NAME} or "
-            f"{INDEX_NAME}) nor an "
-            f"ONNX export ({GRAPH} with {ONNX_RECORD}), so nothing was pushed; name the folder of "
-            "one"
+            f"{INDEX_NAME}) nor an ONNX export ({GRAPH} with {ONNX_RECORD}), so nothing was "
+            "pushed; name the folder of one"
         )
     refuse_links(folder)
-    prefixes = _verify_graph(folder) if is_graph else _verify_weights(folder)
+    if is_graph:
+        prefixes = _verify_graph(folder)
+    else:
+        # a checkpoint, one of ours by the experts that compression.json names
+        experts = None
+        heads = True
+        if (folder / COMPRESSION).is_file():
+            expert_plan = read_plan(folder).expert_plan
+            # where no step decided on them, all stayed
+            experts = expert_plan.experts if expert_plan.layers else None
+            heads = expert_plan.mtp == "keep" or not expert_plan.layers
+        # constants are all there, and the rest is a whole model
+        if declared(read_object(folder / "config.json")):
+            model = open_substituted(ModelSource(str(folder), None, folder), device="cpu")
+            assert isinstance(model.checkpoint, SubstitutedCheckpoint)
+            model.checkpoint.substitutes(model.architecture.layers, model.partial.dtype, "cpu")
+            checked: Checkpoint = model.checkpoint
+        else:
+            checked = verify_checkpoint(folder, experts, written_heads(folder) if heads else ())
+        # the bytes of headers, and all of the index that names the files
+        head = weights_head(folder, checked.raw_config)
+        prefixes = {head.name: head.stat().st_size}
+        for name in sorted({info.file for info in checked.tensors.values()}):
+            prefixes[name] = header_bytes(folder / name)
     weights = frozenset(prefixes)
     files, inside = belonging(folder, weights), folder / ONNX_FOLDER
     if inside.is_dir() and not is_graph:
@@ -99,31 +121,6 @@ def verify_folder(folder: Path) -> VerifiedFolder:
         if path.name not in known and not path.name.startswith("."):
             left_out.append(f"{path.name}/" if path.is_dir() else path.name)
     return VerifiedFolder(folder, is_graph, files, tuple(left_out), weights, prefixes)
-
-
-def _verify_weights(folder: Path) -> dict[str, int]:
-    """Check a checkpoint, one of ours by the experts that compression.json names.
-
-    Returns its files of weights with the bytes of their headers, and the index that names them with
-    all of its bytes."""
-    experts = None
-    heads = True
-    if (folder / COMPRESSION).is_file():
-        expert_plan = read_plan(folder).expert_plan
-        # where no step decided on them, all stayed
-        experts = expert_plan.experts if expert_plan.layers else None
-        heads = expert_plan.mtp == "keep" or not expert_plan.layers
-    # constants are all there, and the rest is a whole model
-    if declared(read_object(folder / "config.json")):
-        model = open_substituted(ModelSource(str(folder), None, folder), device="cpu")
-        assert isinstance(model.checkpoint, SubstitutedCheckpoint)
-        model.checkpoint.substitutes(model.architecture.layers, model.partial.dtype, "cpu")
-        checked: Checkpoint = model.checkpoint
-    else:
-        checked = verify_checkpoint(folder, experts, written_heads(folder) if heads else ())
-    files = sorted({info.file for info in checked.tensors.values()})
-    head = weights_head(folder, checked.raw_config)
-    return {head.name: head.stat().st_size} | {name: header_bytes(folder / name) for name in files}
 
 
 def _verify_graph(folder: Path) -> dict[str, int]:
@@ -206,9 +203,8 @@ def require_pass(verified: VerifiedFolder, path: Path) -> GateResult:
     """Return the result of a gate, which has to be a pass of exactly the model in this folder."""
     if verified.is_graph:
         raise CompressionError(
-            "--require-gate is for safetensors checkpoints, which the gate judges; push the "
-            "folder that was judged, "
-            "its graph goes with it from onnx/"
+            "--require-gate is for safetensors checkpoints, which the gate judges; push the folder "
+            "that was judged, its graph goes with it from onnx/"
         )
     result = read_gate(path)
     if result.verdict != "pass":
@@ -220,8 +216,7 @@ def require_pass(verified: VerifiedFolder, path: Path) -> GateResult:
     if "commit" in judged:
         raise CompressionError(
             f"the gate in {path} judged {judged['repository']} on the Hub and not "
-            f"{verified.folder}; run "
-            "moe-compress gate on the folder"
+            f"{verified.folder}; run moe-compress gate on the folder"
         )
     folder = verified.folder
     now = identity(ModelSource(str(folder), None, folder), digests="digests" in judged)
@@ -235,8 +230,7 @@ def require_pass(verified: VerifiedFolder, path: Path) -> GateResult:
         if before.get(name) != after.get(name):
             raise CompressionError(
                 f"{name} of {folder} is not the one that the gate in {path} judged; run "
-                "moe-compress gate "
-                "on the folder as it is"
+                "moe-compress gate on the folder as it is"
             )
     return result
 

@@ -207,8 +207,7 @@ def push(
         if tag is not None and tag in remote.tags and (summary.changed or remote.tags[tag] != head):
             raise CompressionError(
                 f"{repo_id} has a tag {tag!r} already, on the commit {remote.tags[tag][:12]}, so "
-                "nothing was pushed; "
-                "name another tag, or delete that one on the Hub"
+                "nothing was pushed; name another tag, or delete that one on the Hub"
             )
     if not dry_run and remote is not None:
         fresh = remote
@@ -254,9 +253,8 @@ def push(
             if missing:
                 raise CompressionError(
                     f"{missing[0]} of the commit {done.oid[:12]} of {repo_id} is not the one that "
-                    "was pushed; look for a "
-                    ".gitignore there that keeps it out, and for other runs that change the "
-                    "folder here"
+                    "was pushed; look for a .gitignore there that keeps it out, and for other runs "
+                    "that change the folder here"
                 )
             summary = replace(summary, commit=done.oid, pull_request=done.pr_url)
         if tag is not None and tag not in fresh.tags:

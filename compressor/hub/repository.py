@@ -5,7 +5,7 @@ What goes wrong between here and the Hub becomes one sentence with its remedy an
 """
 
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -76,9 +76,9 @@ class Repository:
         try:
             return question()
         except Exception as error:
-            if status_of(error) in passed:
-                return None
-            fault = hub_error(self.repo_id, error)
+            fault = hub_error(self.repo_id, error, passed)
+        if fault is None:
+            return None
         raise fault
 
     def look_up(self) -> Remote:
@@ -109,8 +109,7 @@ class Repository:
         if private and remote.exists and remote.private is False:
             raise CompressionError(
                 f"{self.repo_id} exists on the Hub and is public, so nothing was pushed; make it "
-                "private in its "
-                "settings, or name another repository"
+                "private in its settings, or name another repository"
             )
 
 
@@ -134,13 +133,25 @@ def state_of(addition: Any, entry: Any) -> State:
     return "unchanged" if same else "changed"
 
 
-def hub_error(repo_id: str, error: BaseException) -> CompressionError:
-    """Return an exception of the Hub's client in a sentence, with its remedy."""
-    status = status_of(error)
-    chain = list(_chain(error))
+def hub_error(
+    repo_id: str, error: BaseException, passed: Container[int | None]
+) -> CompressionError | None:
+    """Return an exception of the Hub's client in a sentence, with its remedy; None at a status in
+    `passed`, which is None if there was no answer."""
+    # the client wraps the faults of an upload
+    chain, codes = list[BaseException](), list[int]()
+    cause: BaseException | None = error
+    while cause is not None:
+        chain.append(cause)
+        code = getattr(getattr(cause, "response", None), "status_code", None)
+        codes += [code] if isinstance(code, int) else []
+        cause = cause.__cause__ or cause.__context__
+    status = codes[0] if codes else None
+    if status in passed:
+        return None
     # the Hub's own message, that of the exception with its answer, or that of the innermost one
-    messages = [getattr(cause, "server_message", None) for cause in chain]
-    answered = [cause for cause in chain if getattr(cause, "response", None) is not None]
+    messages = [getattr(each, "server_message", None) for each in chain]
+    answered = [each for each in chain if getattr(each, "response", None) is not None]
     said = [Exception(message) for message in messages if message]
     reason = reason_of([*said, *answered, chain[-1]][0], MOST)
     if status == 403 and ROOM.search(reason):
@@ -149,25 +160,8 @@ def hub_error(repo_id: str, error: BaseException) -> CompressionError:
         what, remedy = REMEDIES.get(status, OWN_TROUBLE if status >= 500 else REFUSED)
     else:
         what, remedy = REFUSED if isinstance(error, ValueError) else OTHER
-        for cause in chain:
-            if NETWORK & {kind.__name__ for kind in type(cause).__mro__}:
+        for each in chain:
+            if NETWORK & {kind.__name__ for kind in type(each).__mro__}:
                 what, remedy = BROKEN
     shown = f"{status}: {reason}" if status is not None else reason
     return CompressionError(f"{repo_id}: {what} ({shown}); {remedy}, {AGAIN}")
-
-
-def status_of(error: BaseException) -> int | None:
-    """Return the status that the Hub answered; None if there was no answer."""
-    for cause in _chain(error):
-        status = getattr(getattr(cause, "response", None), "status_code", None)
-        if isinstance(status, int):
-            return status
-    return None
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and its causes: the client wraps the faults of an upload."""
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__ or cause.__context__

@@ -81,8 +81,7 @@ def refuse_secrets(files: Mapping[str, Content], prefixes: Mapping[str, int]) ->
                 if kind:
                     raise CompressionError(
                         f"{name} holds what looks like {kind}, so nothing was pushed; take it out, "
-                        "and revoke it if "
-                        "anybody else may have seen it"
+                        "and revoke it if anybody else may have seen it"
                     )
                 last = chunk[-OVERLAP_BYTES:]
                 remaining -= len(chunk)

@@ -9,6 +9,7 @@ keeps most of it. E experts."""
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from compressor.recipe.registry import load_strategy
 from compressor.report.data import LayerReport, mean, named, within
 from compressor.report.figures import MOST_NUMBERED, WIDTH, cells, similarity_figure
 from compressor.report.measuring import VISITS, Similarity, compared_tokens, read_part, shares
-from compressor.report.page import MADE_BY
+from compressor.report.page import MADE_BY, write_page
 from compressor.statistics.statistics import collect
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ MEASURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "mean outputs": ("data-centric", {"similarity": "mean-output", "mix_tokens": False}),
     "surrogate weights": ("model-centric", {"representation": "surrogate"}),
 }
+MEASURE_FIGURES = {name: name.lower().replace(" ", "-") for name in MEASURES}
+FIGURE_NAMES = ("depth", "map", *MEASURE_FIGURES.values())
 MAPPED = "linear CKA"
 RATIO = 0.25  # of the experts that groups save, where no number is named
 SIDE = 2.4  # inches of a map
@@ -142,33 +145,21 @@ def silhouette(report: LayerReport) -> float | None:
     return round(float(silhouette_score(distances, report.plan.remap(), metric="precomputed")), 6)
 
 
-def mean_similarity(report: LayerReport) -> float | None:
-    """Return the mean over all pairs of experts."""
-    return mean(within(report, range(report.plan.experts)))
-
-
-def merged_groups(report: LayerReport) -> str:
-    """Return groups of several experts, such as 1+4, 2+5+7."""
-    return ", ".join("+".join(map(str, members)) for members in report.plan.merged) or "none"
-
-
 def base_blocks(data: BaseReport) -> Iterator[Block]:
     """Yield the redundancy of each layer in numbers."""
     rows = []
     for number, layer in enumerate(data.layers):
-        means = [short(mean_similarity(reports[number])) for reports in data.measures.values()]
-        rows.append(
-            (layer.name, *means, merged_groups(layer), short(data.silhouettes[MAPPED][number]))
-        )
+        means = [short(mean(within(reports[number]))) for reports in data.measures.values()]
+        merged = ", ".join("+".join(map(str, members)) for members in layer.plan.merged)
+        rows.append((layer.name, *means, merged or "none", short(data.silhouettes[MAPPED][number])))
     groups = f"{data.groups} groups by {MAPPED}"
     columns = ("", *MEASURES, groups, "silhouette")
     caption = "Mean similarity of two experts, 0 to 1, by layer"
     yield Table(caption, columns, rows, {groups}, optional=(groups,))
     note = (
         f"Outputs of all experts on {data.compared_tokens:,} of {data.tokens:,} tokens of "
-        f"{data.text}. Silhouette: 1 "
-        "where groups are tight and far apart, 0 where they overlap, below 0 where experts are "
-        "closer to other groups."
+        f"{data.text}. Silhouette: 1 where groups are tight and far apart, 0 where they overlap, "
+        "below 0 where experts are closer to other groups."
     )
     yield Text(note, "note")
 
@@ -194,12 +185,17 @@ def _lines(
     return Drawing(title, f"{'; '.join(parts)}.", (WIDTH + 0.6, 2.6), draw)
 
 
-def base_figures(data: BaseReport) -> tuple[Figure, ...]:
-    """Return redundancy over depth, a map of each layer's experts with the colour and mark of their
+def write_base_page(
+    data: BaseReport, page_file: Path, folder: Path | None, overwrite: bool
+) -> list[Path]:
+    """Write a page with a section for each figure, and figures into a new folder; returns their
+    files.
+
+    They are redundancy over depth, a map of each layer's experts with the colour and mark of their
     group, and the matrices of each measure."""
-    similarities = {
-        name: list(map(mean_similarity, reports)) for name, reports in data.measures.items()
-    }
+    similarities = {}
+    for name, reports in data.measures.items():
+        similarities[name] = [mean(within(report)) for report in reports]
     numbers = [layer.plan.layer for layer in data.layers]
     depth = [
         _lines("Mean similarity", similarities, numbers),
@@ -225,39 +221,27 @@ def base_figures(data: BaseReport) -> tuple[Figure, ...]:
     maps = []
     for layer, expert_map in zip(data.layers, data.maps, strict=True):
         if expert_map.places:
-            merged = merged_groups(layer)
-            alt = f"Merged groups: {merged}; {expert_map.share:.0%} of the spread is shown."
+            merged = ", ".join("+".join(map(str, members)) for members in layer.plan.merged)
+            alt = (
+                f"Merged groups: {merged or 'none'}; {expert_map.share:.0%} of the spread is shown."
+            )
             shown = partial(draw, layer=layer, expert_map=expert_map)
             maps.append(Drawing(layer.name, alt, (SIDE, SIDE), shown))
     caption = (
         "Experts by linear CKA of their outputs on the two largest principal components; those of "
-        "a group have one "
-        "colour and mark, grey ones are alone."
+        "a group have one colour and mark, grey ones are alone."
     )
     if maps:
         drawn.append(Figure("map", "Map of the experts, with their groups", caption, maps))
     for name, reports in data.measures.items():
-        drawn.append(
-            similarity_figure(reports, file_name(name), f"Similarity of the experts by {name}")
-        )
-    return tuple(filter(None, drawn))
-
-
-def file_name(measure: str) -> str:
-    """Return the name of a measure's figure."""
-    return measure.lower().replace(" ", "-")
-
-
-FIGURE_NAMES = ("depth", "map", *map(file_name, MEASURES))
-
-
-def base_page(data: BaseReport, drawn: Sequence[Figure]) -> str:
-    """Return the page with a section for each figure."""
+        title = f"Similarity of the experts by {name}"
+        drawn.append(similarity_figure(reports, MEASURE_FIGURES[name], title))
+    figures = [figure for figure in drawn if figure is not None]
     blocks: list[Block] = [Heading("Redundancy by layer", 2, "layers"), *base_blocks(data)]
-    for figure in drawn:
+    for figure in figures:
         blocks += [Heading(figure.title, 2, figure.name), figure]
     tiles = Facts((("MoE layers", str(len(data.layers))), ("Groups in each", str(data.groups))))
     lead = f"How alike the experts of {data.model} are, before anything is compressed."
-    return html.page(
-        data.model, "Redundancy report", lead, tiles, blocks, f"{MADE_BY} {data.model}."
-    )
+    made_by = f"{MADE_BY} {data.model}."
+    text = html.page(data.model, "Redundancy report", lead, tiles, blocks, made_by)
+    return write_page(text, figures, FIGURE_NAMES, page_file, folder, overwrite)

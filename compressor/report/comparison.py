@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from compressor.answers.lm_eval_run import TaskEvaluation, identity, plan_evaluation
+from compressor.answers.lm_eval_run import identity, plan_evaluation
 from compressor.answers.options import TaskOptions
 from compressor.answers.scores import ItemScores
 from compressor.answers.tasks import EvaluationOptions, EvaluationTask, resolve_tasks
@@ -113,10 +113,6 @@ class TaskRun:
         options = EvaluationOptions.of(named, device, dtype)
         return cls(resolve_tasks(options), options, cache or default_folder())
 
-    def plan(self, source: ModelSource, content: Mapping[str, Any] | None = None) -> TaskEvaluation:
-        """Plan the evaluation of a model; raises `CompressionError` for tasks that it can't do."""
-        return plan_evaluation(source, self.tasks, self.options, self.cache, content=content)
-
     def answer(
         self, model: OpenModel, plan: ExpertPlan, files: CutFiles | None, progress: Progress
     ) -> tuple[ItemScores, ...]:
@@ -134,7 +130,8 @@ class TaskRun:
             source = ModelSource(str(folder), None, folder)
             content = identity(source, digests=True)
             del content["weights"]  # times of files
-            return tuple(self.plan(source, content).run(progress).values())
+            planned = plan_evaluation(source, self.tasks, self.options, self.cache, content=content)
+            return tuple(planned.run(progress).values())
 
 
 def random_drop(seed: int) -> Strategy:
@@ -148,11 +145,6 @@ def random_drop(seed: int) -> Strategy:
         return keep_best(stats, scores, keep, protected, decided_by="chance")
 
     return Strategy(RANDOM, plan, frozenset())
-
-
-def corrections_of(methods: Iterable[str]) -> tuple[Correct, ...]:
-    """Return options for each method; raises `CompressionError` for an unknown one."""
-    return tuple(validated(Correct, {"method": method}, "correct") for method in methods)
 
 
 def candidates_of(grid: Grid) -> list[Candidate]:
@@ -176,9 +168,11 @@ def candidates_of(grid: Grid) -> list[Candidate]:
         prune = make_step("prune", {"balance": options.pop("balance", None)})
         assert isinstance(prune, Prune)
         strategy = load_strategy(name, options).balancing(prune.balance)
-        methods = dict.fromkeys(grid.corrections or ("none", strategy.correction))
+        corrections = []
+        for method in dict.fromkeys(grid.corrections or ("none", strategy.correction)):
+            corrections.append(validated(Correct, {"method": method}, "correct"))
         shown = " ".join([name, *(f"({setting})" for setting in settings)])
-        candidates.append(Candidate(shown, strategy, options, corrections_of(methods)))
+        candidates.append(Candidate(shown, strategy, options, tuple(corrections)))
     for seed in range(0 if grid.schemes else grid.random_seeds):
         drop = random_drop(seed)
         candidates.append(Candidate(f"random (seed {seed})", drop, {}, (UNCORRECTED,), seed))
@@ -398,8 +392,7 @@ def _counts(model: OpenModel, grid: Grid, protect: Any) -> list[int]:
     if shared:
         raise CompressionError(
             f"{shared} shares its experts with another layer, so plans cannot be carried out in "
-            "order as comparing "
-            "them takes; compress with one strategy after another instead"
+            "order as comparing them takes; compress with one strategy after another instead"
         )
     return list(dict.fromkeys(counts))
 
@@ -429,7 +422,10 @@ def compare(
             _counts(with_top_k(view, top_k), grid, prune.protect)
         if grid.constants:
             refuse_model(base)
-    answers = () if tasks is None else tuple(tasks.plan(base.source).run(progress).values())
+    answers: tuple[ItemScores, ...] = ()
+    if tasks is not None:
+        evaluation = plan_evaluation(base.source, tasks.tasks, tasks.options, tasks.cache)
+        answers = tuple(evaluation.run(progress).values())
     sets: Sequence[EvaluationSet]
     if grid.evaluate:
         sets = read_evaluation(run, grid.evaluate, text, seed, grid.evaluation_samples)
@@ -485,7 +481,10 @@ def compare(
             for planned, (_, candidate) in zip(plans, pairs, strict=True):
                 rows += bench.rows(planned, candidate)
             if grid.constants and model is base:
-                corrections = corrections_of(grid.corrections or ("none",))
+                methods = grid.corrections or ("none",)
+                corrections = [
+                    validated(Correct, {"method": method}, "correct") for method in methods
+                ]
                 rows += bench.constants(counts, protected, corrections)
     return Comparison(
         model=base.source.label,

@@ -37,14 +37,12 @@ OPTIONAL = ("peak memory", "seconds", "flips", "parameters", "perplexity", "laye
 OPTIONAL_OF_FORMATS = (*OPTIONAL, "model", "loss", "bits")
 LEGEND = (
     "Loss and KL (of the base's next-token distribution to the model's) are in nats per token. "
-    "Flips is the share "
-    "of positions whose greedy token is not the base's. "
+    "Flips is the share of positions whose greedy token is not the base's. "
 )
 STRATEGIES_LEGEND = (
-    "Layer error is the mean over layers of ‖y - y'‖² / ‖y‖², tokens weighted, on calibration "
-    "text that no plan saw. "
-    "Seconds are those of deciding, and correcting with the evaluation on the way, without the "
-    "calibration pass. "
+    "Layer error is the mean over layers of ‖y - y'‖² / ‖y‖², tokens weighted, on calibration text "
+    "that no plan saw. Seconds are those of deciding, and correcting with the evaluation on the "
+    "way, without the calibration pass. "
 )
 FORMATS_LEGEND = (
     "± is one standard error paired by sequence. Bits are those of all bytes for each parameter "
@@ -53,10 +51,8 @@ FORMATS_LEGEND = (
 )
 TASKS_LEGEND = (
     "Of a task: its score, then its difference to the base's with one-sided 95% bounds, paired by "
-    "item as in gate; of "
-    "a perplexity its rise; of several random drops the mean and their range. Bold: as far as "
-    "these items can tell, no "
-    "worse than the best of its size; "
+    "item as in gate; of a perplexity its rise; of several random drops the mean and their range. "
+    "Bold: as far as these items can tell, no worse than the best of its size; "
 )
 SOURCES_LEGEND = (
     "by source, what loses more than 3 times the mean of the other sources, beyond the error."
@@ -355,7 +351,30 @@ class Comparison:
         for number, row in enumerate(self.rows[1:]):
             key = (label(row, "random"), row.experts) if row.is_random else number
             groups.setdefault(key, []).append(row)
-        rows = [drops[0] if len(drops) == 1 else _mean(drops) for drops in groups.values()]
+        rows = []
+        for first, *others in groups.values():
+            if not others:
+                rows.append(first)
+                continue
+            # the means of random drops, and the highest peak
+            drops = [first, *others]
+            losses = [drop.loss for drop in drops]
+            figures: dict[str, Any] = {
+                "name": f"random ({len(drops)} seeds), loss {min(losses):.4f}..{max(losses):.4f}",
+                "peak_memory": max(drop.peak_memory or 0 for drop in drops),
+                "errors_by_source": {},
+                "tasks": {task: _range(task, drops) for task in first.tasks},
+            }
+            for name in ("loss", "perplexity", "kl", "flips", "error", "seconds"):
+                figures[name] = fmean(getattr(drop, name) or 0.0 for drop in drops)
+            for name in ("degraded", "equal_to_best"):
+                shared = set.intersection(*(set(getattr(drop, name)) for drop in drops))
+                figures[name] = tuple(shared)
+            for name in BY_SOURCE.values():
+                figures[name] = {}
+                for source in getattr(first, name):
+                    figures[name][source] = fmean(getattr(drop, name)[source] for drop in drops)
+            rows.append(replace(first, **figures))
         return [*_tables(self, rows), self.data_line(), *map(Text, sentences(self))]
 
 
@@ -424,27 +443,6 @@ def choice(comparison: Comparison) -> list[str]:
 def _with_error(value: float, error: float | None, sign: str = "") -> str:
     text = f"{value:{sign}.4f}"
     return text if error is None else f"{text} ± {error:.4f}"
-
-
-def _mean(drops: Sequence[Row]) -> Row:
-    """Return a row with the means of random drops, and the highest peak."""
-    first = drops[0]
-    losses = [drop.loss for drop in drops]
-    figures: dict[str, Any] = {
-        "name": f"random ({len(drops)} seeds), loss {min(losses):.4f}..{max(losses):.4f}",
-        "peak_memory": max(drop.peak_memory or 0 for drop in drops),
-        "errors_by_source": {},
-        "tasks": {task: _range(task, drops) for task in first.tasks},
-    }
-    for name in ("loss", "perplexity", "kl", "flips", "error", "seconds"):
-        figures[name] = fmean(getattr(drop, name) or 0.0 for drop in drops)
-    for name in ("degraded", "equal_to_best"):
-        figures[name] = tuple(set.intersection(*(set(getattr(drop, name)) for drop in drops)))
-    for name in BY_SOURCE.values():
-        figures[name] = {}
-        for source in getattr(first, name):
-            figures[name][source] = fmean(getattr(drop, name)[source] for drop in drops)
-    return replace(first, **figures)
 
 
 def _range(task: str, rows: Sequence[Row]) -> TaskGate:
@@ -584,29 +582,6 @@ def _cells(comparison: Comparison, row: Row) -> dict[str, Words]:
     return cells
 
 
-def _lines(comparison: Comparison) -> dict[str, list[list[Row]]]:
-    """Return the lines of the plot by name: where each begins, then its rows by falling bytes,
-    random drops together.
-
-    Formats of all experts are one line. Each format of a strategy is one, which begins at all
-    experts in that format."""
-    base = comparison.base
-    lines = dict[str, dict[int, list[Row]]]()
-    uncut = {row.scheme: row for row in comparison.rows if row.strategy == base.strategy}
-    rows = comparison.rows[1:]
-    for row in rows if comparison.formats else ranked(rows):
-        start = base
-        if row.strategy == base.strategy:
-            name = "formats alone"
-        else:
-            start = uncut.get(row.scheme, base)
-            name = label(row, "random" if row.is_random else None)
-            if row.scheme != STORED:
-                name += f", {row.scheme}"
-        lines.setdefault(name, {0: [start]}).setdefault(row.bytes, []).append(row)
-    return {name: list(line.values()) for name, line in lines.items()}
-
-
 def _legend_label(name: str, line: Sequence[Sequence[Row]]) -> str:
     """Return a line's name on several short lines; of random drops with how many they are."""
     drops = max(map(len, line))
@@ -622,7 +597,22 @@ def comparison_figure(comparison: Comparison) -> Figure:
     Rings mark the frontier, and a dashed line the limit of bytes.
     """
     base = comparison.base
-    lines = _lines(comparison)
+    # by name and falling bytes, random drops together: formats of all experts are one line, and
+    # each format of a strategy is one, which begins at all experts in that format
+    by_bytes = dict[str, dict[int, list[Row]]]()
+    uncut = {row.scheme: row for row in comparison.rows if row.strategy == base.strategy}
+    rows = comparison.rows[1:]
+    for row in rows if comparison.formats else ranked(rows):
+        start = base
+        if row.strategy == base.strategy:
+            name = "formats alone"
+        else:
+            start = uncut.get(row.scheme, base)
+            name = label(row, "random" if row.is_random else None)
+            if row.scheme != STORED:
+                name += f", {row.scheme}"
+        by_bytes.setdefault(name, {0: [start]}).setdefault(row.bytes, []).append(row)
+    lines = {name: list(line.values()) for name, line in by_bytes.items()}
     legend = ["base"]
     alt = [f"Loss above the base's {base.loss:.4f} by experts kept."]
     for name, line in lines.items():
@@ -632,10 +622,9 @@ def comparison_figure(comparison: Comparison) -> Figure:
         ]
         alt.append(f"{name}: {', '.join(points)}.")
     caption = (
-        "Loss above the base's by the bytes of all tensors; the legend lists lines in the order "
-        "in which they end. "
-        "Colour is the strategy and its format, line style the correction, and the grey band "
-        "random drops."
+        "Loss above the base's by the bytes of all tensors; the legend lists lines in the order in "
+        "which they end. Colour is the strategy and its format, line style the correction, and the "
+        "grey band random drops."
     )
     frontier = [row for row in comparison.rows if row.frontier and math.isfinite(row.loss)]
     if frontier:

@@ -81,8 +81,7 @@ class Speed:
             )
         caption = (
             f"Inference on this machine ({self.device}, {self.dtype}): stock transformers, one "
-            "sequence of "
-            f"{self.prompt_tokens:,} tokens and {self.new_tokens} new ones, medians of "
+            f"sequence of {self.prompt_tokens:,} tokens and {self.new_tokens} new ones, medians of "
             f"{self.repetitions} turns"
         )
         return Table(caption, ("", "base", "output", "ratio"), rows)
@@ -294,11 +293,12 @@ def experts_table(plan: ExpertPlan, caption: str = "") -> Table:
     return Table(caption, columns, [[*cells.values()] for cells in rows], columns)
 
 
-def within(layer: LayerReport, group: Sequence[int]) -> list[float]:
-    """Return similarities of a group's pairs; none without a matrix."""
+def within(layer: LayerReport, group: Sequence[int] | None = None) -> list[float]:
+    """Return similarities of a group's pairs, by default of all experts; none without a matrix."""
     if layer.similarity is None:
         return []
-    return [layer.similarity[first][second] for first, second in combinations(group, 2)]
+    members = range(layer.plan.experts) if group is None else group
+    return [layer.similarity[first][second] for first, second in combinations(members, 2)]
 
 
 def mean(values: Sequence[float]) -> float | None:

@@ -218,17 +218,16 @@ def similarity_figure(reports: Sequence[LayerReport], name: str, title: str) -> 
     )
     caption = (
         "A square for each layer shows how similar the base's experts "
-        f"are{f' ({labels})' if labels else ''}. "
-        "They are ordered so that merged ones lie side by side, in solid outlines; a dashed one "
-        "holds the dropped. "
-        "✕ marks a dropped expert, ★ a protected one."
+        f"are{f' ({labels})' if labels else ''}. They are ordered so that merged ones lie side by "
+        "side, in solid outlines; a dashed one holds the dropped. ✕ marks a dropped expert, ★ a "
+        "protected one."
     )
     return Figure(name, f"{title}, from {low:g} (dark) to {high:g} (light)", caption, drawings)
 
 
 def limits(layers: Iterable[LayerReport]) -> tuple[float, float]:
     """Return a scale in tenths that holds all similarities but those of experts with themselves."""
-    similarities = chain.from_iterable(within(layer, range(layer.plan.experts)) for layer in layers)
+    similarities = chain.from_iterable(map(within, layers))
     finite = list(filter(math.isfinite, similarities))
     low = math.floor(10 * min(finite, default=0)) / 10
     high = math.ceil(10 * max(finite, default=1)) / 10
@@ -274,19 +273,15 @@ def visits(data: Report) -> Figure | None:
     for layer in layers:
         alt = f"{all_dispositions([layer.plan])}; the table below has the shares."
         drawings.append(Drawing(layer.name, alt, (2.5, 2.0), partial(draw, layer=layer)))
+    read = f" on {data.measured_on}" if data.measured_tokens else ""
     title = (
         "Routed tokens: grey kept, purple merged, hollow dropped experts before; blue slots after"
     )
     caption = (
-        f"Share of the routed tokens{_tokens(data)}: the base's experts above, the compressed "
-        "model's slots below, "
-        "each model with its own routing; the dashed line is an even share."
+        f"Share of the routed tokens{read}: the base's experts above, the compressed model's slots "
+        "below, each model with its own routing; the dashed line is an even share."
     )
     return Figure("visits", title, caption, drawings)
-
-
-def _tokens(data: Report) -> str:
-    return f" on {data.measured_on}" if data.measured_tokens else ""
 
 
 def errors(data: Report) -> Figure | None:
@@ -325,11 +320,11 @@ def errors(data: Report) -> Figure | None:
         canvas.legend(loc="outside upper left", fontsize=FONT)
 
     size = (WIDTH, 0.17 * len(drawn) + min(max(7.0 / rows, 0.13), 0.26) * rows + 0.6)
+    read = f" on {data.measured_on}" if data.measured_tokens else ""
     drawing = Drawing("Reconstruction error by layer", " ".join(alts), size, draw)
     caption = (
         "Squared error of the compressed MoE block's output over the squared output of the "
-        f"base's{_tokens(data)}, "
-        "on the base's own inputs; 0 is no change."
+        f"base's{read}, on the base's own inputs; 0 is no change."
     )
     if "heldout_error_after" in drawn:
         caption += (
@@ -373,8 +368,7 @@ def distillation(data: Report) -> Figure | None:
         (first, before), *_, (last, after) = points.items()
         alt = (
             f"{counted(len(points), 'evaluation')}: {short(before)} after {first} steps, "
-            f"{short(after)} after {last}; "
-            f"{chosen}."
+            f"{short(after)} after {last}; {chosen}."
         )
         drawings.append(
             Drawing("KL from the base", alt, (WIDTH, 2.2), partial(draw, points=points, best=best))
@@ -383,8 +377,7 @@ def distillation(data: Report) -> Figure | None:
         return None
     caption = (
         "KL divergence from the base's next-token distributions, on text that was not trained on; "
-        "the dashed line is "
-        "where training began, a ring the state that was taken."
+        "the dashed line is where training began, a ring the state that was taken."
     )
     return Figure("distillation", "Held-out text during the distillation", caption, drawings)
 

@@ -170,8 +170,7 @@ def _open_base(folder: Path, plan: Plan, source: ModelSource, dtype: str, device
     if opened.fingerprint != plan.source.fingerprint:
         raise CompressionError(
             f"{opened.source.name} is not the model that {folder} was made from: its fingerprint "
-            "is "
-            f"{opened.fingerprint[:12]}, not {plan.source.fingerprint[:12]}; name the base with "
+            f"is {opened.fingerprint[:12]}, not {plan.source.fingerprint[:12]}; name the base with "
             "--model"
         )
     opened = as_decided(opened, plan.split, plan.expert_plan.top_k)
@@ -313,13 +312,6 @@ class _WatchedBlock:
         for model, watch in ((output, on_block), (base, on_base)):
             self.hooks.enter_context(moe_hooks(model, layer, on_output=on_experts, on_block=watch))
 
-    @property
-    def error(self) -> float | None:
-        """||y' - y||^2 / ||y||^2; the numerator alone where y is zero, None without tokens or a
-        finite value."""
-        error = self.missed / (self.energy or 1.0)
-        return float(f"{error:.6g}") if self.calls and math.isfinite(error) else None
-
 
 class _BlockErrors(LayerVisitor):
     """Compares the output's MoE blocks with the base's, which a pass runs; one decoder layer of
@@ -357,9 +349,8 @@ def measure_layers(
     same_layers = output.architecture.decoder_layers == first.architecture.decoder_layers
     if names != [layer.name for layer in first.architecture.layers] or not same_layers:
         raise CompressionError(
-            f"{first.source.label} and {output.source.label} have different layers, so they are "
-            "no base and its "
-            "output; name the base with --model"
+            f"{first.source.label} and {output.source.label} have different layers, so they are no "
+            "base and its output; name the base with --model"
         )
     text = Calibration(
         tuple(batches), {}, sample_tokens=compared_tokens(first.architecture.experts)
@@ -377,12 +368,16 @@ def measure_layers(
             after, collect(base, needs, text, progress, seed, along=[errors]), strict=True
         ):
             matrix, label = similarity.compare(stats)
+            watched = errors.watched[measures.module]
+            # the numerator alone where y is zero
+            error = watched.missed / (watched.energy or 1.0)
+            is_known = watched.calls and math.isfinite(error)
             yield replace(
                 measures,
                 similarity=matrix,
                 similarity_label=label,
                 visits_before=shares(stats.routed_count),
-                error=errors.watched[measures.module].error,
+                error=float(f"{error:.6g}") if is_known else None,
             )
     finally:
         errors.on_layer_end("")

@@ -161,9 +161,8 @@ def experts(plan: ExpertPlan) -> tuple[Block, ...]:
     if any(map(correction_of, plan.layers)):
         legend += (
             " Held-out error: the share of the layer's output energy that is missed on held-out "
-            "calibration tokens, "
-            "to which neither plan nor reconstruction was fitted, before and after the "
-            "reconstruction."
+            "calibration tokens, to which neither plan nor reconstruction was fitted, before and "
+            "after the reconstruction."
         )
     return experts_table(plan, "What became of each expert"), Text(legend, "note")
 
@@ -314,11 +313,7 @@ def page(data: Report, drawn: Sequence[Figure]) -> str:
     )
     if data.quantized:
         lead += f" {step_line(data.quantized)}."
-    return html.page(data.title, "Compression report", lead, tiles(data), blocks, made_by)
-
-
-def tiles(data: Report) -> Facts:
-    """Return the facts that one looks for first, each with a note."""
+    # the facts that one looks for first, each with a note
     experts, parameters, nbytes = data.sizes()
     errors = [layer.error for layer in data.layers if layer.error is not None]
     verdict: Words = "not run"
@@ -340,7 +335,8 @@ def tiles(data: Report) -> Facts:
         ("Layer error", short(mean(errors)), "mean over layers" if errors else "not measured"),
         ("Accuracy gate", verdict, "see below"),
     ]
-    return Facts([(name, (value, " ", Note(note))) for name, value, note in shown])
+    tiles = Facts([(name, (value, " ", Note(note))) for name, value, note in shown])
+    return html.page(data.title, "Compression report", lead, tiles, blocks, made_by)
 
 
 def check_report(

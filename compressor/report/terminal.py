@@ -9,7 +9,7 @@ from compressor.document.blocks import Block, Items, Table, Text
 from compressor.formatting import counted, human_bytes, human_count, share
 from compressor.model.serving import servers_in_words
 from compressor.pipeline.dry_run import DryRun
-from compressor.pipeline.outcome import Attempt, Outcome, size_table
+from compressor.pipeline.outcome import Outcome, size_table
 from compressor.quality_gate.domain_divergence import heldout_blocks
 from compressor.quality_gate.report import power_blocks
 from compressor.recipe.plan import KEPT_WHOLE
@@ -69,18 +69,6 @@ def outcome_blocks(outcome: Outcome) -> list[Block]:
 def next_blocks(commands: Sequence[str]) -> list[Block]:
     """Return commands to copy, each on its own line."""
     return [Text("Next:"), *(Text(f"  {command}") for command in commands)] if commands else []
-
-
-def attempts_table(attempts: Sequence[Attempt]) -> list[Block]:
-    """Return the models that went through a gate, if there are several."""
-    if len(attempts) < 2:
-        return []
-    rows = []
-    for attempt in attempts:
-        rows.append(
-            (str(attempt.experts), attempt.result.verdict, "yes" if attempt.accepted else "no")
-        )
-    return [Table("Models tried", ("experts per layer", "verdict", "accepted"), rows)]
 
 
 def dry_run_blocks(run: DryRun) -> list[Block]:
