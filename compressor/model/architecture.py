@@ -260,29 +260,6 @@ def head_of(model: Any) -> nn.Module | None:
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
-def _adopt(module: Any) -> None:
-    """Set the uniform interface's flags on the class of an experts module that lacks only these, as
-    in step3p7.
-
-    Such a module has gated, fused weights without biases, and takes (hidden, index, weights).
-    """
-    if all(hasattr(module, flag) for flag in EXPERTS_FLAGS) or not hasattr(module, "_apply_gate"):
-        return
-    if {name for name, _ in module.named_parameters(recurse=False)} != ADOPTED_PARAMETERS:
-        return
-    if tuple(signature(module.forward).parameters) != ADOPTED_ARGUMENTS:
-        return
-    (_, first, second) = module.gate_up_proj.shape
-    (_, hidden, _) = module.down_proj.shape
-    pair = torch.zeros(1, first if second == hidden else second)
-    pair[0, :2] = 1.0  # one neuron's gate and up if they alternate, two gates if each is a half
-    kind: Any = type(module)
-    kind.has_gate = True
-    kind.has_bias = False
-    kind.is_transposed = second != hidden
-    kind.is_concatenated = not module._apply_gate(pair).any()
-
-
 def experts_modules(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield the experts modules with the uniform interface (`use_experts_implementation`), by full
     name.
@@ -296,7 +273,24 @@ def experts_modules(model: Any) -> Iterator[tuple[str, Any]]:
         counts = any("expert" in field and not NOT_COUNTS.search(field) for field in fields)
         if counts and config is not model.config.get_text_config():
             towers += (f"{name}.",)
-        _adopt(module)
+        # one that lacks only the flags, as in step3p7: its weights are gated and fused, without
+        # biases, and it takes (hidden, index, weights)
+        if (
+            not all(hasattr(module, flag) for flag in EXPERTS_FLAGS)
+            and hasattr(module, "_apply_gate")
+            and {key for key, _ in module.named_parameters(recurse=False)} == ADOPTED_PARAMETERS
+            and tuple(signature(module.forward).parameters) == ADOPTED_ARGUMENTS
+        ):
+            (_, first, second) = module.gate_up_proj.shape
+            (_, hidden, _) = module.down_proj.shape
+            # one neuron's gate and up if they alternate, two gates if each is a half
+            pair = torch.zeros(1, first if second == hidden else second)
+            pair[0, :2] = 1.0
+            kind: Any = type(module)
+            kind.has_gate = True
+            kind.has_bias = False
+            kind.is_transposed = second != hidden
+            kind.is_concatenated = not module._apply_gate(pair).any()
         flagged = all(hasattr(module, flag) for flag in EXPERTS_FLAGS)
         if flagged and hasattr(module, "down_proj") and not name.startswith(towers):
             yield name, module
