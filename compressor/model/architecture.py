@@ -330,33 +330,6 @@ def config_numbers(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def find_count_field(config: Any, model: nn.Module) -> tuple[str, Any]:
-    """Return the config field whose doubling doubles all experts modules, and the model with twice
-    the experts."""
-    counts = expert_counts(model)
-    wanted = {name: 2 * count for name, count in counts.items()}
-    count, *others = sorted(set(counts.values()))
-    if others:
-        raise CompressionError(
-            f"layers hold unequal numbers of experts ({[count, *others]}), which is not supported"
-        )
-
-    def order(field: tuple[str, Any]) -> tuple[bool, bool, int, str]:  # the most likely first
-        path = field[0]
-        return "expert" not in path, "vision" in path or "audio" in path, path.count("."), path
-
-    for candidate, value in sorted(config_numbers(config), key=order):
-        if value != count or NOT_COUNTS.search(candidate):
-            continue
-        with suppress(*UNFIT):
-            doubled = build_meta(with_fields(config, count_fields(config, candidate, 2 * count)))
-            if expert_counts(doubled) == wanted:
-                return candidate, doubled
-    raise CompressionError(
-        f"no field of the config counts the {count} experts; this architecture is not supported"
-    )
-
-
 def discover(config: Any, model: nn.Module | None = None) -> Architecture:
     """Return the architecture of the stock model of `config`; raise `CompressionError` if dense or
     not supported."""
@@ -369,7 +342,29 @@ def discover(config: Any, model: nn.Module | None = None) -> Architecture:
             f"interface: {UNLIKE.get(config.model_type.removesuffix('_text'), OTHER)}, which is "
             "not supported"
         )
-    count_field, doubled = find_count_field(config, model)
+    count, *others = sorted(set(counts.values()))
+    if others:
+        raise CompressionError(
+            f"layers hold unequal numbers of experts ({[count, *others]}), which is not supported"
+        )
+
+    def order(field: tuple[str, Any]) -> tuple[bool, bool, int, str]:  # the most likely first
+        path = field[0]
+        return "expert" not in path, "vision" in path or "audio" in path, path.count("."), path
+
+    # doubling the field that counts the experts doubles all experts modules
+    wanted = dict.fromkeys(counts, 2 * count)
+    for count_field, value in sorted(config_numbers(config), key=order):
+        if value != count or NOT_COUNTS.search(count_field):
+            continue
+        with suppress(*UNFIT):
+            doubled = build_meta(with_fields(config, count_fields(config, count_field, 2 * count)))
+            if expert_counts(doubled) == wanted:
+                break
+    else:
+        raise CompressionError(
+            f"no field of the config counts the {count} experts; this architecture is not supported"
+        )
     # state-dict entries that count experts differ in shape between models of E and 2E experts
     tensors = {}
     larger = doubled.state_dict()
@@ -380,8 +375,8 @@ def discover(config: Any, model: nn.Module | None = None) -> Architecture:
         if not changed:
             continue
         dim = changed[0]
-        count = after[dim] - before[dim]
-        if len(changed) > 1 or count not in counts.values():
+        added = after[dim] - before[dim]
+        if len(changed) > 1 or added != count:
             raise CompressionError(
                 f"tensor {key!r} grows from {before} to {after} with the experts; not supported"
             )
