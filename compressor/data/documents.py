@@ -79,7 +79,6 @@ def documents(
     left_out = LeftOut(f"rows of {source.source}") if left_out is None else left_out
     address = SourceSpec.parse(source.source)
     source_of_rows = source_rows(source, seed, purpose)
-
     column = address.column
     has_template = has_chat_template(tokenizer)
 
