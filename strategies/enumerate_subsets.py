@@ -62,26 +62,6 @@ def _dense(routed: Routed, experts: int) -> torch.Tensor:
     return weights.scatter_add_(1, routed.experts, routed.weights)
 
 
-def _is_local(errors: KeptErrors, experts: int) -> bool:
-    """Return True if a router without one expert treats the tokens that did not choose it as
-    before.
-
-    One that takes a softmax over all experts and does not normalise the chosen ones' shares does
-    not; a table of expert ids does, for a lost expert's place goes to the lowest kept ones."""
-    routed = errors.kept(range(experts))
-    before = _dense(routed, experts)
-    strays = tokens = 0
-    for gone in range(experts)[:: -(-experts // PROBES)]:
-        after = _dense(
-            errors.kept([expert for expert in range(experts) if expert != gone]), experts
-        )
-        changed = (after - before).abs().amax(1) > 1e-4 * before.amax(1)
-        others = (routed.experts != gone).all(1)
-        strays += int((changed & others).sum())
-        tokens += int(others.sum())
-    return strays <= STRAY_SHARE * tokens
-
-
 def _without_one(
     errors: KeptErrors, kept: Kept, experts: int, blocks: list[Block], local: bool
 ) -> dict[Kept, float]:
@@ -151,7 +131,22 @@ def plan(
     else:
         errors = KeptErrors(stats)
         kept = tuple(range(experts))
-        local = len(blocks) == 1 and _is_local(errors, experts)
+        local = len(blocks) == 1
+        if local:
+            # Does a router without one expert treat the tokens that did not choose it as before?
+            # One that takes a softmax over all experts and does not normalise the chosen ones'
+            # shares does not; a table of expert ids does, for a lost expert's place goes to the
+            # lowest kept ones.
+            routed = errors.kept(kept)
+            before = _dense(routed, experts)
+            strays = tokens = 0
+            for gone in range(experts)[:: -(-experts // PROBES)]:
+                rest = errors.kept([expert for expert in range(experts) if expert != gone])
+                changed = (_dense(rest, experts) - before).abs().amax(1) > 1e-4 * before.amax(1)
+                others = (routed.experts != gone).all(1)
+                strays += int((changed & others).sum())
+                tokens += int(others.sum())
+            local = strays <= STRAY_SHARE * tokens
         tried = 0
         for _ in range(len(blocks[0].free) - blocks[0].take):
             costs = _without_one(errors, kept, experts, blocks, local)

@@ -74,16 +74,17 @@ def plan(
         # of equal ones the highest experts go
         deleted = sets[int(rounded(((sets @ table) * sets).sum(1)).argmin())].bool()
     else:
-        deleted = exchanged(table, grown(table, blocks), blocks)
+        deleted = cheapest(table, blocks)
     kept = (~deleted).nonzero().flatten().tolist()
     total = float(table.sum())
     share = round(float(table[deleted][:, deleted].sum()) / total, 6) if total > 0 else 0.0
     return LayerPlan.keep(stats.layer, kept, decided_by="hope", figures={"deleted_share": share})
 
 
-def grown(table: Tensor, blocks: list[Block]) -> Tensor:
-    """Delete experts one by one, always the one that adds least, until each block has its number:
-    -> [E], which are."""
+def cheapest(table: Tensor, blocks: list[Block]) -> Tensor:
+    """Delete experts one by one, always the one that adds least, until each block has its number,
+    then exchange a deleted one for a kept one of its block, always where it gains most, until none
+    gains: -> [E], which are deleted."""
     deleted = torch.zeros(len(table), dtype=torch.bool)
     while True:
         candidates = torch.zeros_like(deleted)
@@ -92,23 +93,17 @@ def grown(table: Tensor, blocks: list[Block]) -> Tensor:
             candidates[free] = ~deleted[free] & bool((~deleted[free]).sum() > block.take)
         experts = candidates.nonzero().flatten()
         if not len(experts):
-            return deleted
+            break
         added = rounded((table.diagonal() + 2 * table[:, deleted].sum(1))[experts])
         deleted[experts[added == added.min()][-1]] = True  # of equal ones the higher goes
-
-
-def exchanged(table: Tensor, deleted: Tensor, blocks: list[Block]) -> Tensor:
-    """Exchange a deleted expert for a kept one of its block, always where it gains most, until none
-    gains."""
-    deleted = deleted.clone()
     while True:
         shared = table[:, deleted].sum(1)
         least = -ROUNDING * abs(float(shared[deleted].sum()))
         best: tuple[int, int] | None = None
         for block in blocks:
-            free = torch.tensor(block.free, dtype=torch.long)
-            gone = free[deleted[free]]
-            stay = free[~deleted[free]]
+            inside = torch.tensor(block.free, dtype=torch.long)
+            gone = inside[deleted[inside]]
+            stay = inside[~deleted[inside]]
             back = table.diagonal()[gone] - 2 * shared[gone]
             forth = table.diagonal()[stay] + 2 * shared[stay]
             change = back[:, None] + forth - 2 * table[gone][:, stay]

@@ -179,14 +179,6 @@ def reap(stats: LayerStatistics) -> Tensor:
     return mean_over_routed(stats.gated_norm_sum, stats.routed_count)
 
 
-def listening_factors(rank_change: Tensor, exponent: float) -> Tensor:
-    """Shares of the layer's total to that power, equal ones equally: [E] -> [E]; 1 where no later
-    router is moved."""
-    values = rounded(rank_change)
-    total = values.sum()
-    return (values / total) ** exponent if total > 0 else torch.ones_like(values)
-
-
 class HubGuided:
     """Hub-guided: keep the experts of large output, weighed by their effect on later routers.
 
@@ -221,7 +213,10 @@ class HubGuided:
         mass: Tensor = getattr(stats, MASSES[options.mass])
         if not options.exponent:
             return mass
-        return mass * listening_factors(stats.rank_change, options.exponent)
+        # shares of the layer's total; where no later router is moved, the mass alone counts
+        values = rounded(stats.rank_change)
+        total = values.sum()
+        return mass * (values / total) ** options.exponent if total > 0 else mass
 
     @classmethod
     def plan(

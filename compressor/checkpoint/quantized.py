@@ -21,7 +21,6 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
-from transformers.utils.loading_report import LoadStateDictInfo
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from compressor.checkpoint.reader import DTYPE_BITS, TensorInfo
@@ -113,18 +112,6 @@ def refuse_unread_scales(targets: Mapping[str, str | None]) -> None:
             raise CompressionError(
                 f"Tensor {name}: transformers would load {min(weights)} but not this scale."
             )
-
-
-def refuse_faults(report: LoadStateDictInfo) -> None:
-    """Refuse a layer with a tensor that could not be dequantised or that has another shape than the
-    model's."""
-    for name, message in sorted(report.conversion_errors.items()):
-        lines = [line.strip() for line in message.splitlines() if not line.startswith("Error:")]
-        raise CompressionError(f"Tensor {name} can't be converted: {[*filter(None, lines)][-1]}")
-    for name, stored, wanted in sorted(report.mismatched_keys):
-        raise CompressionError(
-            f"Tensor {name} has shape {list(stored)}, the model wants {list(wanted)}."
-        )
 
 
 def wanted_dtype(model: PreTrainedModel, name: str) -> torch.dtype:

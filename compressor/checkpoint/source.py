@@ -92,32 +92,6 @@ class ModelRepository:
     files: Mapping[str, RepoFile]
 
 
-def download(model: str, revision: str | None, progress: Progress) -> Path:
-    """Fetch the files that a model needs, and return its folder in the cache, named after the
-    commit.
-
-    If the Hub is unreachable, a complete copy in the cache is used. Raises `CompressionError`.
-    """
-    repository = find_repository(model, revision)
-    if isinstance(repository, Path):
-        return repository
-    head = weights_file(repository, revision)
-    small = companions(repository.files)
-    if head.endswith(INDEX_END) or not small:
-        small = [head, *small]
-    folder = fetch_small(repository, revision, small)
-    wanted = [repository.files[name] for name in shard_names(repository, folder, head)]
-    missing = [file for file in wanted if _cached_size(folder, file) != file.size]
-    if missing:
-        progress.start("download (MB)", sum(steps(file.size) for file in missing))
-    for file in missing:
-        is_damaged = _cached_size(folder, file) is not None
-        _fetch(model, file.path, repository.commit, progress, file.size, again=is_damaged)
-    for file in wanted:  # links files that the cache has for another commit
-        _fetch(model, file.path, repository.commit)
-    return folder
-
-
 def find_repository(model: str, revision: str | None) -> ModelRepository | Path:
     """Return the repository, by two or three small requests; if unreachable, a complete copy in the
     cache."""
@@ -278,7 +252,10 @@ def locate(
     model: str, revision: str | None = None, progress: Progress | None = None
 ) -> ModelSource:
     """Find a local folder, or download a model from the Hub, shard by shard; links out of a folder
-    are refused."""
+    are refused.
+
+    The folder of a download lies in the cache, named after the commit. If the Hub is unreachable, a
+    complete copy there is used. Raises `CompressionError`."""
     if not model.strip():
         raise CompressionError(f"the model's name is empty; {NAME_ONE}")
     kind = kind_of_file(model)
@@ -295,7 +272,24 @@ def locate(
         folder = Path(model).resolve()
         refuse_links(folder)
         return ModelSource(str(folder), None, folder)
-    folder = download(model, revision, progress or SILENT)
+    repository = find_repository(model, revision)
+    if isinstance(repository, Path):
+        return ModelSource(model, repository.name, repository)
+    head = weights_file(repository, revision)
+    small = companions(repository.files)
+    if head.endswith(INDEX_END) or not small:
+        small = [head, *small]
+    folder = fetch_small(repository, revision, small)
+    wanted = [repository.files[name] for name in shard_names(repository, folder, head)]
+    missing = [file for file in wanted if _cached_size(folder, file) != file.size]
+    progress = progress or SILENT
+    if missing:
+        progress.start("download (MB)", sum(steps(file.size) for file in missing))
+    for file in missing:
+        is_damaged = _cached_size(folder, file) is not None
+        _fetch(model, file.path, repository.commit, progress, file.size, again=is_damaged)
+    for file in wanted:  # links files that the cache has for another commit
+        _fetch(model, file.path, repository.commit)
     return ModelSource(model, folder.name, folder)
 
 

@@ -114,11 +114,6 @@ class Calibration:
             weights=self.weights,
         )
 
-    @property
-    def source_names(self) -> tuple[str, ...]:
-        """A short name for each source, without folders."""
-        return short_names([entry["source"] for entry in self.identity["sources"]])
-
     def source_of(self, batch: int) -> int:
         """Number of the source of a batch."""
         return self.sources[batch] if self.sources else 0
@@ -282,7 +277,26 @@ def _read_sources(
     texts = list[_SourceText]()
     while len(texts) < len(spec.sources):
         source = spec.sources[len(texts)]
-        demand = _demands(spec)[len(texts)]
+        # divide the requested sequences among the sources
+        weights = [entry.weight for entry in spec.sources]
+        uses = {
+            FIT: (spec.samples, spec.sequence_length),
+            RESERVED: (spec.reserve, spec.sequence_length),
+        }
+        uses |= {name: (part.sequences, part.length) for name, part in spec.parts.items()}
+        uses[BEHIND] = spec.heldout_wanted, spec.heldout_length
+        uses[EVALUATION] = spec.evaluation, spec.heldout_length
+        demands: list[Demand] = [{} for _ in weights]
+        for use, (total, length) in uses.items():
+            counts = divide(max(total, len(weights)), weights) if total else (0,) * len(weights)
+            for of_source, count in zip(demands, counts, strict=True):
+                of_source[use] = count, length
+        heldout = _heldout_counts([of_source[FIT] for of_source in demands], spec.heldout)
+        demand = demands[len(texts)]
+        wanted, length = demand[BEHIND]
+        if sum(heldout) >= spec.heldout_wanted:
+            wanted = 0
+        demand[BEHIND] = max(0, wanted - heldout[len(texts)]), length
         try:
             try:
                 text = _cut_source(spec, source, demand, tokenizer, vocabulary)
@@ -312,29 +326,6 @@ def _read_sources(
             spec = replace(spec, sources=normalized(rest), left_out=(*spec.left_out, *names))
             texts.clear()  # the others have more to give
     return spec, texts
-
-
-def _demands(spec: TextSpec) -> list[Demand]:
-    """Divide the requested sequences among the sources."""
-    weights = [entry.weight for entry in spec.sources]
-    uses = {
-        FIT: (spec.samples, spec.sequence_length),
-        RESERVED: (spec.reserve, spec.sequence_length),
-    }
-    uses |= {name: (part.sequences, part.length) for name, part in spec.parts.items()}
-    uses[BEHIND] = spec.heldout_wanted, spec.heldout_length
-    uses[EVALUATION] = spec.evaluation, spec.heldout_length
-    demands: list[Demand] = [{} for _ in weights]
-    for use, (total, length) in uses.items():
-        counts = divide(max(total, len(weights)), weights) if total else (0,) * len(weights)
-        for demand, count in zip(demands, counts, strict=True):
-            demand[use] = count, length
-    heldout = _heldout_counts([demand[FIT] for demand in demands], spec.heldout)
-    is_enough = sum(heldout) >= spec.heldout_wanted
-    for demand, count in zip(demands, heldout, strict=True):
-        wanted, length = demand[BEHIND]
-        demand[BEHIND] = 0 if is_enough else max(0, wanted - count), length
-    return demands
 
 
 def _heldout_counts(shapes: Sequence[tuple[int, int]], share: float) -> list[int]:
@@ -693,14 +684,3 @@ def sample_positions(tokens: int, count: int, seed: int) -> Tensor:
     batches are cut."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randperm(tokens, generator=generator)[:count].sort().values
-
-
-def sample_rows(sizes: Sequence[int], count: int, seed: int) -> list[Tensor]:
-    """Return the rows in each batch of a sample of `count` tokens; `sizes` are the tokens of the
-    batches."""
-    positions = sample_positions(sum(sizes), count, seed)
-    rows = []
-    for begin, end in pairwise([0, *accumulate(sizes)]):
-        inside = (positions >= begin) & (positions < end)
-        rows.append(positions[inside] - begin)
-    return rows

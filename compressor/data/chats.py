@@ -90,7 +90,25 @@ def _conversation(
     row: Fields, column: str | None, where: str, choices: Sequence[tuple[str, ...]]
 ) -> Conversation:
     """Return the conversation in a row, without checking its messages."""
-    names = _columns_of(row, choices if column is None else (tuple(column.split("+")),), where)
+    if column is not None:
+        choices = (tuple(column.split("+")),)
+    present = {name for name, value in row.items() if value is not None}
+    filled = {name for name in present if not _is_blank(name, row[name])}
+    names: tuple[str, ...] = ()
+    for columns in (filled, present):
+        names = names or next(filter(columns.issuperset, choices), ())
+    if not names:
+        sought = [choice[0] for choice in choices if len(choice) == 1]
+        together = [choice for choice in choices if len(choice) > 1]
+        if together:
+            by_place = zip(*together, strict=True)
+            sides = [joined(list(dict.fromkeys(side)), "or") for side in by_place]
+            sought.append(" with ".join(sides))
+        shown = ", ".join(str(name) for name in row if name in present)
+        raise ItemError(
+            f"{where} has no column {joined(sought, 'or')}; it has {shown or 'nothing'} "
+            "(SOURCE#column names one of them)"
+        )
     turns = [row[name] if name not in (*CHATS, CHOSEN) else _list_in(row[name]) for name in names]
     if (
         names[-1] == CHOSEN
@@ -180,27 +198,6 @@ def _list_in(value: Any) -> Any:
         with suppress(SyntaxError, ValueError, MemoryError, RecursionError):
             parsed = ast.literal_eval(value.strip())
     return parsed if isinstance(parsed, list) else value
-
-
-def _columns_of(row: Fields, choices: Sequence[tuple[str, ...]], where: str) -> tuple[str, ...]:
-    """Return the first of these combinations of columns that a row has; raise `ItemError` if it has
-    none."""
-    present = {name for name, value in row.items() if value is not None}
-    filled = {name for name in present if not _is_blank(name, row[name])}
-    for columns in (filled, present):
-        for names in choices:
-            if columns.issuperset(names):
-                return names
-    sought = [names[0] for names in choices if len(names) == 1]
-    together = [names for names in choices if len(names) > 1]
-    if together:
-        sides = [joined(list(dict.fromkeys(side)), "or") for side in zip(*together, strict=True)]
-        sought.append(" with ".join(sides))
-    shown = ", ".join(str(name) for name in row if name in present)
-    raise ItemError(
-        f"{where} has no column {joined(sought, 'or')}; it has {shown or 'nothing'} "
-        "(SOURCE#column names one of them)"
-    )
 
 
 def parse_json(text: Any, kind: Any) -> Any:

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,6 @@ from compressor.model.tokenizer import (
     first_part,
     has_chat_template,
     no_token,
-    opening_of,
     render_chat,
     says_something,
 )
@@ -64,46 +64,6 @@ class TokenStream:
         return opened(as_rows(self.ids, length), self.opening)
 
 
-def _document(
-    row: Any, column: str | None, tokenizer: Any, where: str, left_out: LeftOut, purpose: Purpose
-) -> Document:
-    """Return a row's text, or its chat rendered by the template; raise `ItemError` for a row
-    without text.
-
-    A chat in a named column is plain text where the model has no template.
-    """
-    is_trace = isinstance(row, Mapping) and row.keys() >= TRACE
-    has_template = has_chat_template(tokenizer)
-    choices = CHAT_FIRST if has_template and not is_trace else COLUMNS
-    conversation = read_row(row, column, where, choices)
-    is_plain = column is not None and conversation.text is not None
-    if purpose in ("calibration", "heldout") and not is_plain:
-        has_media = bool(media_beside(row))
-        for message in conversation.messages:
-            for part in message["content"] if isinstance(message["content"], list) else ():
-                has_media |= isinstance(part, dict) and part.get("type") in MEDIA
-        if has_media:
-            raise HasMediaError(f"{where} has pictures, video or sound, which are not read as text")
-    if column is None:
-        note_columns(row, conversation, left_out)
-    text = conversation.text
-    is_rendered = isinstance(row, Mapping) and any(row.get(name) for name in CHATS)
-    if text is None:
-        is_rendered = has_template
-        if column is None:
-            require_template(
-                tokenizer, f"{where} has a chat in {' and '.join(conversation.columns)}"
-            )
-        try:
-            if is_rendered:
-                text = render_chat(tokenizer, conversation.messages, tools=conversation.tools)
-            else:
-                text = plain_chat(conversation.messages)
-        except Exception as error:  # templates raise anything
-            raise untaken(where, error) from error
-    return Document(text, is_rendered)
-
-
 def documents(
     source: WeightedSource,
     seed: int,
@@ -112,16 +72,52 @@ def documents(
     left_out: LeftOut | None = None,
 ) -> Iterable[Document]:
     """Return the documents of a source in the order of the seed; a data set is streamed, other
-    sources are read now."""
+    sources are read now.
+
+    A chat in a named column is plain text where the model has no template.
+    """
     left_out = LeftOut(f"rows of {source.source}") if left_out is None else left_out
     address = SourceSpec.parse(source.source)
     source_of_rows = source_rows(source, seed, purpose)
+    column = address.column
+    has_template = has_chat_template(tokenizer)
 
     def read() -> Iterator[Document]:
         for where, row in source_of_rows.rows:
             document = Document("")
             with left_out.each():
-                document = _document(row, address.column, tokenizer, where, left_out, purpose)
+                is_trace = isinstance(row, Mapping) and row.keys() >= TRACE
+                choices = CHAT_FIRST if has_template and not is_trace else COLUMNS
+                conversation = read_row(row, column, where, choices)
+                is_plain = column is not None and conversation.text is not None
+                if purpose in ("calibration", "heldout") and not is_plain:
+                    has_media = bool(media_beside(row))
+                    for message in conversation.messages:
+                        content = message["content"]
+                        for part in content if isinstance(content, list) else ():
+                            has_media |= isinstance(part, dict) and part.get("type") in MEDIA
+                    if has_media:
+                        raise HasMediaError(
+                            f"{where} has pictures, video or sound, which are not read as text"
+                        )
+                if column is None:
+                    note_columns(row, conversation, left_out)
+                text = conversation.text
+                is_rendered = isinstance(row, Mapping) and any(row.get(name) for name in CHATS)
+                if text is None:
+                    is_rendered = has_template
+                    if column is None:
+                        columns = " and ".join(conversation.columns)
+                        require_template(tokenizer, f"{where} has a chat in {columns}")
+                    try:
+                        if is_rendered:
+                            messages = conversation.messages
+                            text = render_chat(tokenizer, messages, tools=conversation.tools)
+                        else:
+                            text = plain_chat(conversation.messages)
+                    except Exception as error:  # templates raise anything
+                        raise untaken(where, error) from error
+                document = Document(text, is_rendered)
             yield document
 
     if source_of_rows.is_streamed:
@@ -146,7 +142,10 @@ def pack(documents: Iterable[Document], tokenizer: Any, wanted: int) -> TokenStr
     gets one."""
     separator = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     end = getattr(tokenizer, "eos_token", None) or "\0"
-    opening = opening_of(tokenizer)
+    # the tokens that the tokenizer adds before a text by default, such as <s>, if any
+    added = tokenizer("0", return_special_tokens_mask=True)
+    pairs = zip(added["input_ids"], added["special_tokens_mask"], strict=True)
+    opening = tuple(int(token) for token, _ in takewhile(lambda pair: pair[1], pairs))
     sequence_opening: tuple[int, ...] = ()
     ids = list[int]()
     characters = 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from compressor.model.inputs import Inputs
 
@@ -40,7 +41,9 @@ class Emphasis:
         """Return the weights [B, L] of predictions: those of `weights`, and 0 if the next token is
         a picture's."""
         weights = self.weights(tokens)
-        return weights * tokens.before_text if isinstance(tokens, Inputs) else weights
+        if isinstance(tokens, Inputs):
+            weights = weights * ~pad(tokens.media[:, 1:], (0, 1))
+        return weights
 
     def missing(self, batches: Sequence[Tensor]) -> list[str]:
         """Return the names without a marked token in the batches [B, L]."""

@@ -64,24 +64,6 @@ def content_of(row: Tensor) -> bytes:
     return content
 
 
-def load_processor(folder: Path) -> Any:
-    """Return the checkpoint's processor; raise `CompressionError` if it has none for pictures,
-    video or sound."""
-    try:
-        processor = load_stock("AutoProcessor", folder)
-        is_usable = hasattr(processor, "create_mm_token_type_ids")
-        message = "" if is_usable else "it takes no pictures beside text"
-    except Exception as error:  # processors raise anything
-        message = reason_of(error)
-    if message:
-        raise CompressionError(
-            f"{folder} has no usable processor for pictures ({message}); install Pillow and "
-            "torchvision, copy the original model's processor there, or calibrate on its text "
-            "alone (SOURCE#column)"
-        )
-    return processor
-
-
 def read_sequences(
     source: WeightedSource,
     tokenizer: Any,
@@ -97,7 +79,19 @@ def read_sequences(
     Rows that cannot be read are left out with one warning, or refused if `strict`. Raises
     `CompressionError` for a model without a processor, or if no row is left."""
     name = source.source
-    processor = load_processor(Path(tokenizer.name_or_path))
+    home = Path(tokenizer.name_or_path)
+    try:
+        processor = load_stock("AutoProcessor", home)
+        is_usable = hasattr(processor, "create_mm_token_type_ids")
+        message = "" if is_usable else "it takes no pictures beside text"
+    except Exception as error:  # processors raise anything
+        message = reason_of(error)
+    if message:
+        raise CompressionError(
+            f"{home} has no usable processor for pictures ({message}); install Pillow and "
+            "torchvision, copy the original model's processor there, or calibrate on its text "
+            "alone (SOURCE#column)"
+        )
     address = SourceSpec.parse(name)
     left_out = LeftOut(f"rows of {purpose} data {name}", strict)
     folder = Path(address.name)
@@ -140,47 +134,19 @@ def sequence_of(
 ) -> Inputs:
     """Return the processed row, cut to `length` tokens; its files are in `folder`.
 
-    Raises `ItemError` for a picture that cannot be read, for messages that the template cannot
-    take, and for a row whose pictures alone need more tokens."""
+    Media in other columns take the place of empty parts and of `<image>`; the rest comes before the
+    first message of the user. Raises `ItemError` for a picture that cannot be read, for messages
+    that the template cannot take, and for a row whose pictures alone need more tokens."""
     choices = CHAT_FIRST if getattr(processor, "chat_template", None) else COLUMNS
     conversation = read_row(row, column, where, choices)
     if left_out is not None and column is None:
         note_columns(row, conversation, left_out)
-    beside = []
+    waiting: list[Part] = []  # media in other columns
     for kind, values in media_beside(row).items():
         several = values if isinstance(values, list | tuple) else [values]
-        beside += [{"type": kind, kind: value} for value in several if value is not None]
-    messages = _placed(conversation.messages, beside, where)
-    for message in messages:
-        parts = []
-        for part in message["content"]:
-            kind = part.get("type")
-            if kind == "image":
-                part = {"type": kind, "image": _picture(_content(part), folder, where)}
-            elif kind in KINDS:
-                part = {"type": kind, "path": _file(_content(part), folder, where)}
-            elif kind == "text":
-                text, _ = first_part(processor.tokenizer, part["text"], length)
-                part = {"type": kind, "text": text}
-            parts.append(part)
-        message["content"] = parts
-    try:
-        inputs = _processed(processor, messages, conversation, where)
-    except ItemError:
-        raise
-    except Exception as error:  # templates and processors raise anything
-        raise untaken(where, error, "processor") from error
-    return _cut(processor, dict(inputs), length, where)
-
-
-def _placed(messages: list[Message], beside: list[Part], where: str) -> list[Message]:
-    """Return messages as lists of parts, including the media in other columns.
-
-    These take the place of empty parts and of `<image>`; the rest comes before the first message of
-    the user."""
-    waiting = list(beside)
-    placed = []
-    for message in messages:
+        waiting += [{"type": kind, kind: value} for value in several if value is not None]
+    messages = list[Message]()
+    for message in conversation.messages:
         content: Any = message["content"] or ()
         if isinstance(content, str):
             text, *others = content.split(PLACEHOLDER) if waiting else [content]
@@ -203,10 +169,29 @@ def _placed(messages: list[Message], beside: list[Part], where: str) -> list[Mes
                 waiting.remove(part)
             if kind != "text" or part.get("text"):
                 parts.append(part)
-        placed.append({**message, "content": parts})
-    first = next((message for message in placed if message["role"] == "user"), placed[0])
+        messages.append({**message, "content": parts})
+    first = next((message for message in messages if message["role"] == "user"), messages[0])
     first["content"] = [*waiting, *first["content"]]
-    return placed
+    for message in messages:
+        parts = []
+        for part in message["content"]:
+            kind = part.get("type")
+            if kind == "image":
+                part = {"type": kind, "image": _picture(_content(part), folder, where)}
+            elif kind in KINDS:
+                part = {"type": kind, "path": _file(_content(part), folder, where)}
+            elif kind == "text":
+                text, _ = first_part(processor.tokenizer, part["text"], length)
+                part = {"type": kind, "text": text}
+            parts.append(part)
+        message["content"] = parts
+    try:
+        inputs = _processed(processor, messages, conversation, where)
+    except ItemError:
+        raise
+    except Exception as error:  # templates and processors raise anything
+        raise untaken(where, error, "processor") from error
+    return _cut(processor, dict(inputs), length, where)
 
 
 def _content(part: Part) -> Any:

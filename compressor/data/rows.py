@@ -32,6 +32,7 @@ from compressor.errors import CompressionError, ItemError, reason_of, wrap_fault
 
 # also the names of options
 Purpose = Literal["calibration", "heldout", "prompts", "text", "answers", "items"]
+Form = Literal["parquet", "table", "JSON lines", "prose"]  # of a file
 Row = tuple[str, Any]  # the place of a row, for error messages, and its content
 REMEDIES = ("split it up", "restore the model's tokenizer and processor, or mend the text")
 # by their first bytes
@@ -70,16 +71,39 @@ def source_rows(source: WeightedSource, seed: int, purpose: Purpose) -> SourceRo
             return SourceRows((f"{DEMO_SOURCE}, {item.skill}", item.question) for item in questions)
         documents = load_documents("calibration" if purpose == "calibration" else "heldout")
         return SourceRows((DEMO_SOURCE, text) for text, _ in documents)
-    if isfile(path):
-        if address.config or address.split:
-            plain = replace(address, config=None, split=None, revision=None)
-            raise CompressionError(
-                f"{purpose} file {path} has no configurations and splits; write {plain}"
-            )
-        return _file_rows(path, purpose)
-    if has_text_suffix(address.name) and not path.exists():
-        raise CompressionError(f"{purpose} file {path} does not exist; {NAME_TEXT}")
-    return SourceRows(_data_set_rows(address, seed, purpose), is_streamed=True)
+    if not isfile(path):
+        if has_text_suffix(address.name) and not path.exists():
+            raise CompressionError(f"{purpose} file {path} does not exist; {NAME_TEXT}")
+        return SourceRows(_data_set_rows(address, seed, purpose), is_streamed=True)
+    if address.config or address.split:
+        plain = replace(address, config=None, split=None, revision=None)
+        raise CompressionError(
+            f"{purpose} file {path} has no configurations and splits; write {plain}"
+        )
+    # the form of a file is that of its content, or that of its suffix if the content leaves it open
+    with _opened(path, purpose) as stream:
+        start = stream.read(16)
+    if start.startswith(PARQUET) or path.suffix.lower() == ".parquet":
+        return SourceRows(_file_rows(path, purpose, "parquet"))
+    if b"\0" in start:
+        raise CompressionError(
+            f"{purpose} file {path} is no text in UTF-8; convert it to JSON lines, CSV or parquet"
+        )
+    lowered = [suffix.lower() for suffix in path.suffixes]
+    suffix = next((name for name in reversed(lowered) if name not in COMPRESSED_SUFFIXES), "")
+    if suffix in TABLE_SUFFIXES:
+        return SourceRows(_file_rows(path, purpose, "table"))
+    first_line = next((line.strip() for line in _lines(path, purpose) if line.strip()), "")
+    is_object = parse_json(first_line, dict) is not None
+    if first_line.startswith(("[", "{")) and not is_object:
+        with _opened(path, purpose) as stream:
+            content = parse_json(stream.read().decode("utf-8-sig", "replace"), list | dict)
+        if content is not None:
+            rows = content if isinstance(content, list) else [content]
+            return SourceRows((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
+    if is_object or suffix in JSON_SUFFIXES:
+        return SourceRows(_file_rows(path, purpose, "JSON lines"))
+    return SourceRows(_file_rows(path, purpose, "prose"), is_prose=True)
 
 
 def hub_answers() -> bool:
@@ -92,34 +116,6 @@ def hub_answers() -> bool:
     except Exception:
         return False
     return True
-
-
-def _file_rows(path: Path, purpose: str) -> SourceRows:
-    """Return the rows of a file by its content, and by its suffix if the content leaves the form
-    open."""
-    with _opened(path, purpose) as stream:
-        start = stream.read(16)
-    if start.startswith(PARQUET) or path.suffix.lower() == ".parquet":
-        return SourceRows(_parquet_rows(path, purpose))
-    if b"\0" in start:
-        raise CompressionError(
-            f"{purpose} file {path} is no text in UTF-8; convert it to JSON lines, CSV or parquet"
-        )
-    lowered = [suffix.lower() for suffix in path.suffixes]
-    suffix = next((name for name in reversed(lowered) if name not in COMPRESSED_SUFFIXES), "")
-    if suffix in TABLE_SUFFIXES:
-        return SourceRows(_table_rows(path, purpose))
-    first_line = next((line.strip() for line in _lines(path, purpose) if line.strip()), "")
-    is_object = parse_json(first_line, dict) is not None
-    if first_line.startswith(("[", "{")) and not is_object:
-        with _opened(path, purpose) as stream:
-            content = parse_json(stream.read().decode("utf-8-sig", "replace"), list | dict)
-        if content is not None:
-            rows = content if isinstance(content, list) else [content]
-            return SourceRows((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
-    if is_object or suffix in JSON_SUFFIXES:
-        return SourceRows(_json_lines(path, purpose))
-    return SourceRows(_prose(path, purpose), is_prose=True)
 
 
 def _reading(path: Path, purpose: str) -> AbstractContextManager[None]:
@@ -156,51 +152,49 @@ def _lines(path: Path, purpose: str) -> Iterator[str]:
         yield from TextIOWrapper(raw, "utf-8-sig", "surrogateescape")
 
 
-def _prose(path: Path, purpose: str) -> Iterator[Row]:
-    numbered = enumerate(_lines(path, purpose), 1)
-    for is_blank, paragraph in groupby(numbered, lambda entry: entry[1] == "\n"):
-        if not is_blank:
-            (number, first), *more = paragraph
-            text = first + "".join(line for _, line in more)
-            yield f"{path}: the document at line {number}", text.removesuffix("\n") + "\n"
+def _file_rows(path: Path, purpose: str, form: Form) -> Iterator[Row]:
+    """Yield the rows of a file.
 
+    Those of a table have the names in its first line, whose most frequent separator counts;
+    documents of prose are separated by blank lines.
+    """
+    if form == "parquet":
+        from pyarrow.parquet import ParquetFile
 
-def _json_lines(path: Path, purpose: str) -> Iterator[Row]:
-    for number, line in enumerate(_lines(path, purpose), 1):
-        where = f"{path}, line {number}"
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                row = ItemError(
-                    f"{where} is not valid JSON ({reason_of(error)}); mend or remove it"
-                )
-            yield where, row
-
-
-def _table_rows(path: Path, purpose: str) -> Iterator[Row]:
-    """Yield the rows of a CSV file by the names in its first line, whose most frequent separator
-    counts."""
-    csv.field_size_limit(sys.maxsize)
+        with _reading(path, purpose), ParquetFile(path) as table:
+            batched = chain.from_iterable(batch.to_pylist() for batch in table.iter_batches())
+            yield from ((f"{path}, row {number}", row) for number, row in enumerate(batched, 1))
+        return
     lines = _lines(path, purpose)
-    header = next(lines, "")
-    separator = max(",;\t", key=header.count)
-    reader = csv.DictReader(chain([header], lines), delimiter=separator)
-    for row in reader:
-        where = f"{path}, line {reader.line_num}"
-        if None in row:
-            message = f"{where} has more fields than the first line has names; mend or remove it"
-            yield where, ItemError(message)
-        else:
-            yield where, row
-
-
-def _parquet_rows(path: Path, purpose: str) -> Iterator[Row]:
-    from pyarrow.parquet import ParquetFile
-
-    with _reading(path, purpose), ParquetFile(path) as table:
-        rows = chain.from_iterable(batch.to_pylist() for batch in table.iter_batches())
-        yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
+    if form == "table":
+        csv.field_size_limit(sys.maxsize)
+        header = next(lines, "")
+        separator = max(",;\t", key=header.count)
+        reader = csv.DictReader(chain([header], lines), delimiter=separator)
+        for fields in reader:
+            where = f"{path}, line {reader.line_num}"
+            if None in fields:
+                message = f"{where} has more fields than the first line has names"
+                yield where, ItemError(f"{message}; mend or remove it")
+            else:
+                yield where, fields
+    elif form == "JSON lines":
+        for number, line in enumerate(lines, 1):
+            where = f"{path}, line {number}"
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    row = ItemError(
+                        f"{where} is not valid JSON ({reason_of(error)}); mend or remove it"
+                    )
+                yield where, row
+    else:
+        for is_blank, paragraph in groupby(enumerate(lines, 1), lambda entry: entry[1] == "\n"):
+            if not is_blank:
+                (number, first), *more = paragraph
+                text = first + "".join(line for _, line in more)
+                yield f"{path}: the document at line {number}", text.removesuffix("\n") + "\n"
 
 
 def _data_set_rows(address: SourceSpec, seed: int, purpose: str) -> Iterator[Row]:
@@ -229,9 +223,24 @@ def _data_set_rows(address: SourceSpec, seed: int, purpose: str) -> Iterator[Row
                 name, config, split=split, revision=address.revision, streaming=True
             )
         stream = stream.decode(False) if stream.features else stream  # `data.media` opens pictures
-        rows = zip(order, stream, strict=True) if order else _shuffled_stream(stream, seed)
-        for number, row in rows:
-            yield f"data set {address}, row {number + 1}", row
+        if order:
+            for number, row in zip(order, stream, strict=True):
+                yield f"data set {address}, row {number + 1}", row
+            return
+        # `WINDOW` rows at a time, from the stream's files in the order of the seed; if there are no
+        # more rows than that, they come in the order of the same rows in one file
+        files = stream.num_shards
+        by_file = (
+            ((file, number), row)
+            for file in random.Random(seed).sample(range(files), files)
+            for number, row in enumerate(stream.shard(num_shards=files, index=file))
+        )
+        generator = random.Random(seed)
+        for window in iter(lambda: list(islice(by_file, WINDOW)), []):
+            window.sort(key=itemgetter(0))
+            generator.shuffle(window)
+            for (_, number), row in window:
+                yield f"data set {address}, row {number + 1}", row
     except Exception as error:  # data sets raise anything
         raise CompressionError(
             f"{purpose} data {str(address)!r} is no file, and cannot be read as a data set "
@@ -239,22 +248,3 @@ def _data_set_rows(address: SourceSpec, seed: int, purpose: str) -> Iterator[Row
             f"pass --{purpose} with a text or JSONL file, ID:CONFIGURATION@SPLIT of a data set, "
             "or 'demo'"
         ) from error
-
-
-def _shuffled_stream(stream: Any, seed: int) -> Iterator[tuple[int, Any]]:
-    """Yield numbered rows of a stream, `WINDOW` at a time, from its files in the order of the seed.
-
-    If there are no more rows than that, they come in the order of the same rows in one file.
-    """
-    files = stream.num_shards
-    by_file = (
-        ((file, number), row)
-        for file in random.Random(seed).sample(range(files), files)
-        for number, row in enumerate(stream.shard(num_shards=files, index=file))
-    )
-    generator = random.Random(seed)
-    for window in iter(lambda: list(islice(by_file, WINDOW)), []):
-        window.sort(key=itemgetter(0))
-        generator.shuffle(window)
-        for (_, number), row in window:
-            yield number, row

@@ -260,29 +260,6 @@ def head_of(model: Any) -> nn.Module | None:
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
-def _adopt(module: Any) -> None:
-    """Set the uniform interface's flags on the class of an experts module that lacks only these, as
-    in step3p7.
-
-    Such a module has gated, fused weights without biases, and takes (hidden, index, weights).
-    """
-    if all(hasattr(module, flag) for flag in EXPERTS_FLAGS) or not hasattr(module, "_apply_gate"):
-        return
-    if {name for name, _ in module.named_parameters(recurse=False)} != ADOPTED_PARAMETERS:
-        return
-    if tuple(signature(module.forward).parameters) != ADOPTED_ARGUMENTS:
-        return
-    (_, first, second) = module.gate_up_proj.shape
-    (_, hidden, _) = module.down_proj.shape
-    pair = torch.zeros(1, first if second == hidden else second)
-    pair[0, :2] = 1.0  # one neuron's gate and up if they alternate, two gates if each is a half
-    kind: Any = type(module)
-    kind.has_gate = True
-    kind.has_bias = False
-    kind.is_transposed = second != hidden
-    kind.is_concatenated = not module._apply_gate(pair).any()
-
-
 def experts_modules(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield the experts modules with the uniform interface (`use_experts_implementation`), by full
     name.
@@ -296,7 +273,24 @@ def experts_modules(model: Any) -> Iterator[tuple[str, Any]]:
         counts = any("expert" in field and not NOT_COUNTS.search(field) for field in fields)
         if counts and config is not model.config.get_text_config():
             towers += (f"{name}.",)
-        _adopt(module)
+        # one that lacks only the flags, as in step3p7: its weights are gated and fused, without
+        # biases, and it takes (hidden, index, weights)
+        if (
+            not all(hasattr(module, flag) for flag in EXPERTS_FLAGS)
+            and hasattr(module, "_apply_gate")
+            and {key for key, _ in module.named_parameters(recurse=False)} == ADOPTED_PARAMETERS
+            and tuple(signature(module.forward).parameters) == ADOPTED_ARGUMENTS
+        ):
+            (_, first, second) = module.gate_up_proj.shape
+            (_, hidden, _) = module.down_proj.shape
+            # one neuron's gate and up if they alternate, two gates if each is a half
+            pair = torch.zeros(1, first if second == hidden else second)
+            pair[0, :2] = 1.0
+            kind: Any = type(module)
+            kind.has_gate = True
+            kind.has_bias = False
+            kind.is_transposed = second != hidden
+            kind.is_concatenated = not module._apply_gate(pair).any()
         flagged = all(hasattr(module, flag) for flag in EXPERTS_FLAGS)
         if flagged and hasattr(module, "down_proj") and not name.startswith(towers):
             yield name, module
@@ -336,33 +330,6 @@ def config_numbers(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def find_count_field(config: Any, model: nn.Module) -> tuple[str, Any]:
-    """Return the config field whose doubling doubles all experts modules, and the model with twice
-    the experts."""
-    counts = expert_counts(model)
-    wanted = {name: 2 * count for name, count in counts.items()}
-    count, *others = sorted(set(counts.values()))
-    if others:
-        raise CompressionError(
-            f"layers hold unequal numbers of experts ({[count, *others]}), which is not supported"
-        )
-
-    def order(field: tuple[str, Any]) -> tuple[bool, bool, int, str]:  # the most likely first
-        path = field[0]
-        return "expert" not in path, "vision" in path or "audio" in path, path.count("."), path
-
-    for candidate, value in sorted(config_numbers(config), key=order):
-        if value != count or NOT_COUNTS.search(candidate):
-            continue
-        with suppress(*UNFIT):
-            doubled = build_meta(with_fields(config, count_fields(config, candidate, 2 * count)))
-            if expert_counts(doubled) == wanted:
-                return candidate, doubled
-    raise CompressionError(
-        f"no field of the config counts the {count} experts; this architecture is not supported"
-    )
-
-
 def discover(config: Any, model: nn.Module | None = None) -> Architecture:
     """Return the architecture of the stock model of `config`; raise `CompressionError` if dense or
     not supported."""
@@ -375,7 +342,29 @@ def discover(config: Any, model: nn.Module | None = None) -> Architecture:
             f"interface: {UNLIKE.get(config.model_type.removesuffix('_text'), OTHER)}, which is "
             "not supported"
         )
-    count_field, doubled = find_count_field(config, model)
+    count, *others = sorted(set(counts.values()))
+    if others:
+        raise CompressionError(
+            f"layers hold unequal numbers of experts ({[count, *others]}), which is not supported"
+        )
+
+    def order(field: tuple[str, Any]) -> tuple[bool, bool, int, str]:  # the most likely first
+        path = field[0]
+        return "expert" not in path, "vision" in path or "audio" in path, path.count("."), path
+
+    # doubling the field that counts the experts doubles all experts modules
+    wanted = dict.fromkeys(counts, 2 * count)
+    for count_field, value in sorted(config_numbers(config), key=order):
+        if value != count or NOT_COUNTS.search(count_field):
+            continue
+        with suppress(*UNFIT):
+            doubled = build_meta(with_fields(config, count_fields(config, count_field, 2 * count)))
+            if expert_counts(doubled) == wanted:
+                break
+    else:
+        raise CompressionError(
+            f"no field of the config counts the {count} experts; this architecture is not supported"
+        )
     # state-dict entries that count experts differ in shape between models of E and 2E experts
     tensors = {}
     larger = doubled.state_dict()
@@ -386,8 +375,8 @@ def discover(config: Any, model: nn.Module | None = None) -> Architecture:
         if not changed:
             continue
         dim = changed[0]
-        count = after[dim] - before[dim]
-        if len(changed) > 1 or count not in counts.values():
+        added = after[dim] - before[dim]
+        if len(changed) > 1 or added != count:
             raise CompressionError(
                 f"tensor {key!r} grows from {before} to {after} with the experts; not supported"
             )

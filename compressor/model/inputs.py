@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from compressor.model.moe_layer import decoder_layer_of
 
@@ -51,11 +50,6 @@ class Inputs(Tensor):
         begun = self.media.cumsum(1) > 0 if self.media.any() else torch.ones_like(self.media)
         return begun & ~self.media
 
-    @property
-    def before_text(self) -> Tensor:
-        """Mask [1, L] of the tokens before text, and of the last token."""
-        return ~pad(self.media[:, 1:], (0, 1))
-
 
 def cache_argument(model: nn.Module) -> str:
     """Return the name under which the stock forward takes its cache, and its output holds it."""
@@ -77,11 +71,6 @@ def forward_inputs(batch: Tensor, device: torch.device, dtype: torch.dtype) -> d
     return inputs
 
 
-def media_of(batch: Tensor) -> Tensor:
-    """Return the mask [B, L] of a batch's tokens that stand for pictures or sound."""
-    return batch.media if isinstance(batch, Inputs) else torch.zeros_like(batch, dtype=torch.bool)
-
-
 def parts_of(batch: Tensor) -> Sequence[Tensor]:
     """Return masks [T] of the tokens that layers for pictures may see alone, and of the others.
 
@@ -96,11 +85,6 @@ def parts_of(batch: Tensor) -> Sequence[Tensor]:
             if not any(torch.equal(part, known) for known in parts):
                 parts.append(part)
     return parts
-
-
-def sees_media(config: Any) -> bool:
-    """Return True if a model of that config has an encoder of pictures or sound."""
-    return any(getattr(config, name, None) for name in ("vision_config", "audio_config"))
 
 
 def tower_blocks(model: nn.Module, layer_names: Sequence[str]) -> dict[str, str]:

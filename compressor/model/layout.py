@@ -50,34 +50,6 @@ class Layout:
     quantized: bool
 
 
-def _placements(partial: Any, quantized: bool) -> tuple[dict[str, Key], list[str]]:
-    """Return the key of each stored tensor, a weight's scales beside it, and the tensors that stock
-    leaves out."""
-    keys = partial.plain_keys
-    placed: dict[str, Key] = {}
-    for name, target in keys.targets.items():
-        placed[name] = (target, keys.patterns[name], "")
-    if not quantized:
-        return placed, keys.unknown
-    # possible weights of a companion: x.up_scale -> x.weight, x.up
-    weights = dict[str, list[str]]()
-    for name in keys.unknown:
-        stem, _, last = name.rpartition(".")
-        cuts = range(1, last.count("_") + 1)
-        weights[name] = [f"{stem}.weight", *(f"{stem}.{last.rsplit('_', cut)[0]}" for cut in cuts)]
-    candidates = chain.from_iterable(weights.values())
-    mapped = map_keys(candidates, partial.model, partial.plain_conversions)
-    left_out = []
-    for name, possible in weights.items():
-        weight = next(filter(mapped.targets.__contains__, possible), None)
-        if weight is None:
-            left_out.append(name)
-        else:
-            suffix = f".{name.rpartition('.')[2]}"
-            placed[name] = (mapped.targets[weight], mapped.patterns[weight], suffix)
-    return placed, left_out
-
-
 def _fused_dim(
     checkpoint: Checkpoint, name: str, target: str, partial: Any, doubled: Any, grown_by: int
 ) -> int:
@@ -111,7 +83,26 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
     """Return the roles of all stored tensors; `partial` is the `PartialModel` of the same
     checkpoint."""
     quantized = bool(checkpoint.quantization)
-    placed, left_out = _placements(partial, quantized)
+    keys = partial.plain_keys
+    placed: dict[str, Key] = {}
+    for name, target in keys.targets.items():
+        placed[name] = (target, keys.patterns[name], "")
+    # a weight's scales go beside it; possible weights: x.up_scale -> x.weight, x.up
+    weights = dict[str, list[str]]()
+    for name in keys.unknown if quantized else ():
+        stem, _, last = name.rpartition(".")
+        cuts = range(1, last.count("_") + 1)
+        weights[name] = [f"{stem}.weight", *(f"{stem}.{last.rsplit('_', cut)[0]}" for cut in cuts)]
+    candidates = chain.from_iterable(weights.values())
+    mapped = map_keys(candidates, partial.model, partial.plain_conversions)
+    left_out = []
+    for name in keys.unknown:
+        weight = next(filter(mapped.targets.__contains__, weights.get(name, ())), None)
+        if weight is None:
+            left_out.append(name)
+        else:
+            suffix = f".{name.rpartition('.')[2]}"
+            placed[name] = (mapped.targets[weight], mapped.patterns[weight], suffix)
     modules: dict[tuple[str, str | None], set[str]] = {}  # of tensors that belong together
     families: dict[Key, dict[str, str]] = {}  # their names by what they share with those beside
     for name, key in placed.items():

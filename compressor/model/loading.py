@@ -26,13 +26,8 @@ from transformers.core_model_loading import (
 from transformers.initialization import guard_torch_init_functions
 from transformers.modeling_utils import LoadStateDictConfig
 
-from compressor.checkpoint.quantized import (
-    dequantizer,
-    refuse_faults,
-    refuse_unread_scales,
-    refuse_unscaled,
-)
-from compressor.checkpoint.reader import DTYPE_BITS, Checkpoint, TensorInfo, refuse_nan
+from compressor.checkpoint.quantized import dequantizer, refuse_unread_scales, refuse_unscaled
+from compressor.checkpoint.reader import DTYPE_BITS, Checkpoint, refuse_nan
 from compressor.devices import free_memory
 from compressor.errors import CompressionError, reason_of
 from compressor.memory import give_back
@@ -504,9 +499,15 @@ class PartialModel:
                 stored = {name: tensors.pop(name) for name in chosen}
                 for name in sorted(stored.keys() & self._unit_scales.keys()):
                     stored[self._unit_scales[name]] = torch.ones(1, 1, device=stored[name].device)
-                refuse_faults(
-                    load_converted(self.model, stored, self.device, self.conversions, **more)
-                )
+                report = load_converted(self.model, stored, self.device, self.conversions, **more)
+                for name, message in sorted(report.conversion_errors.items()):
+                    lines = [line for line in message.splitlines() if not line.startswith("Error:")]
+                    said = [line.strip() for line in lines if line.strip()]
+                    raise CompressionError(f"Tensor {name} can't be converted: {said[-1]}")
+                for name, found, expected in sorted(report.mismatched_keys):
+                    raise CompressionError(
+                        f"Tensor {name} has shape {list(found)}, the model wants {list(expected)}."
+                    )
                 stored.clear()
                 give_back()
         self._settle(wanted)
@@ -527,11 +528,6 @@ class PartialModel:
             self._loaded |= {key, source}
             if self.resident:
                 self.kept[source] = tensor.detach()  # the parameter itself may get a gradient
-
-    def stored_as(self, key: str) -> list[TensorInfo]:
-        """Return the stored tensors of an entry; of a one-to-many conversion, only for its first
-        target."""
-        return [self.checkpoint.tensors[name] for name in self.keys.sources.get(key, ())]
 
     def read_ahead(self, keys: Iterable[str]) -> None:
         """Have a thread read the tensors that `load` of these entries will need, while this one

@@ -149,10 +149,9 @@ def find_score(logits: Tensor, chosen: Tensor, given: Tensor) -> Score:
     logits, chosen, given = (value.detach().flatten(0, -2) for value in (logits, chosen, given))
     known = given.float().clamp_min(LEAST).log()
     among = 1 if chosen.shape[1] > 1 else 0
-
-    def misfit(score: Score) -> float:
+    misfits = dict[Score, float]()
+    for score in SCORES:
         ratio = known - log_weights(logits, score).gather(1, chosen.long())
-        return float((ratio - ratio.mean(among, keepdim=True)).abs().median())
-
-    best = min(SCORES, key=misfit)
-    return best if misfit(best) <= EXACT else "softmax"
+        misfits[score] = float((ratio - ratio.mean(among, keepdim=True)).abs().median())
+    best = min(misfits, key=misfits.__getitem__)
+    return best if misfits[best] <= EXACT else "softmax"

@@ -95,13 +95,13 @@ def width_multiple(of: int) -> Condition:
     return Condition(f"I is a multiple of {of}", lambda model: model.width % of == 0)
 
 
-def two_a_group(model: Served) -> bool:
-    return model.experts % model.groups == 0 and model.experts >= 2 * model.groups
-
-
 # conditions of several rules
 ALL = Condition("all", lambda model: True)
 GROUPS = Condition("routing groups", lambda model: model.groups > 1)
+WHOLE_GROUPS = Condition(
+    "E is a multiple of n_group and above it",
+    lambda model: model.experts % model.groups == 0 and model.experts >= 2 * model.groups,
+)
 BIASED_GROUPS = Condition(
     "routing groups with a selection bias", lambda model: model.groups > 1 and model.selection_bias
 )
@@ -148,7 +148,7 @@ RULES = (
         "wrong",
         "experts",
         GROUPS,
-        Condition("E is a multiple of n_group and at least two experts a group", two_a_group),
+        WHOLE_GROUPS._replace(words="E is a multiple of n_group and at least two experts a group"),
         "chooses among {experts} experts without their routing groups, in silence",
     ),
     Rule(
@@ -388,7 +388,7 @@ RULES = (
         "fails",
         "experts",
         GROUPS,
-        Condition("E is a multiple of n_group and above it", two_a_group),
+        WHOLE_GROUPS,
         "refuses {experts} experts in this many routing groups",
     ),
     Rule(

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product, takewhile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +69,6 @@ def first_part(tokenizer: Any, text: str, most: int) -> tuple[str, list[int]]:
     after it, or has more than `LONGEST` letters."""
     part = text[: LONGEST * (most + MARGIN)]
     return part, tokenizer(part, add_special_tokens=False)["input_ids"][:most]
-
-
-def opening_of(tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that the tokenizer adds before a text by default, such as <s>, if any."""
-    encoded = tokenizer("0", return_special_tokens_mask=True)
-    pairs = zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True)
-    return tuple(int(token) for token, _ in takewhile(lambda pair: pair[1], pairs))
 
 
 def says_something(tokenizer: Any, ids: Sequence[int]) -> bool:

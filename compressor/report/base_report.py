@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from compressor.checkpoint.source import locate
+from compressor.data.sources import short_names
 from compressor.document import html
 from compressor.document.blocks import Block, Facts, Figure, Heading, Table, Text
 from compressor.document.drawing import colour
@@ -123,7 +124,7 @@ def compare_experts(
         maps.append(ExpertMap(places.tolist(), float(analysis.eigenvalues_.sum() / spread)))
     return BaseReport(
         model=opened.source.label,
-        text=", ".join(text.source_names),
+        text=", ".join(short_names([entry["source"] for entry in text.identity["sources"]])),
         tokens=text.tokens,
         compared_tokens=sampled,
         groups=groups,

@@ -11,20 +11,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from compressor.data.batches import Calibration, sample_rows
+from compressor.data.batches import Calibration, sample_positions
 from compressor.devices import as_float64
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.memory import give_back
 from compressor.model.architecture import Architecture, build_meta
 from compressor.model.experts import CHUNK, Choices, moe_hooks
-from compressor.model.inputs import media_of, parts_of
+from compressor.model.inputs import Inputs, parts_of
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import LayerVisitor, Pass, as_arguments, hidden_of
@@ -276,7 +277,9 @@ class Collector:
         sampled."""
         self.detach()
         self.source = source
-        self.batch = (source, batch), rows, media_of(ids).flatten()
+        # of pictures and sound [T]
+        media = ids.media if isinstance(ids, Inputs) else torch.zeros_like(ids, dtype=torch.bool)
+        self.batch = (source, batch), rows, media.flatten()
         self.parts = parts_of(ids)
         for meter in self.meters.values():
             meter.begin(source)
@@ -413,8 +416,11 @@ class CalibrationCollector(Collector):
             sizes = [calibration.batches[number].numel() for number in numbers]
             sampled = calibration.sample_tokens
             count = sum(sizes) if sampled is None else round(sampled * calibration.weights[source])
-            rows = sample_rows(sizes, count, seed)
-            self.rows |= dict(zip(numbers, rows, strict=True))
+            positions = sample_positions(sum(sizes), count, seed)
+            bounds = pairwise([0, *accumulate(sizes)])
+            for number, (begin, end) in zip(numbers, bounds, strict=True):
+                inside = (positions >= begin) & (positions < end)
+                self.rows[number] = positions[inside] - begin
         shares = [
             weight if source in batches else 0.0
             for source, weight in enumerate(calibration.weights)

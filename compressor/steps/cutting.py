@@ -294,7 +294,8 @@ class Conversion:
     def _dtype(self, key: str) -> torch.dtype:
         """Return the dtype in which an entry is written: the widest of its stored tensors, if they
         are plain."""
-        stored = self.partial.stored_as(key)
+        checkpoint = self.partial.checkpoint
+        stored = [checkpoint.tensors[name] for name in self.partial.keys.sources.get(key, ())]
         if stored and all(info.is_plain for info in stored):
             return TORCH_DTYPES[widest(stored)]
         return wanted_dtype(self.small, key)

@@ -21,7 +21,7 @@ from compressor.statistics.statistics import LayerStatistics
 from compressor.steps.correct.options import Correct
 from compressor.steps.prune.planning import Planner, PruneSpec
 from compressor.steps.prune.selection import keep_best
-from strategies.ranked import HubGuided, count_guided, gated_mass, listening_factors
+from strategies.ranked import HubGuided, count_guided, gated_mass
 from tests.support import small, zoo
 from tests.support.command_line import Run, names, refused
 from tests.support.opened_models import batches, calibration
@@ -60,7 +60,7 @@ def test_a_case_by_hand() -> None:
 def test_the_layers_own_scales_do_not_count_nor_overflow() -> None:
     for a, b in ((1e-9, 1e-30), (7, 1e-30), (1e-9, 1e30), (7, 1e30)):
         assert kept(plan(stats([2 * a, 3 * a, 4 * a, a], [4 * b, b, b, 12 * b]), 2)) == [0, 3]
-    strong = listening_factors(torch.tensor([1e-30, 1.0, 1e30], dtype=torch.float64), 10.0)
+    strong = HubGuided.score(stats([1.0] * 3, [1e-30, 1.0, 1e30]), Options(exponent=10.0))
     assert bool(strong.isfinite().all()) and strong.tolist() == sorted(strong.tolist())
 
 

@@ -16,7 +16,7 @@ from compressor.distributed import ranks
 from compressor.divergence.evaluator import HeldoutProbe
 from compressor.entry_points import STATISTICS, load
 from compressor.errors import CompressionError
-from compressor.model.inputs import Inputs, sees_media
+from compressor.model.inputs import Inputs
 from compressor.model.mtp import Head, names_of
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import LayerVisitor
@@ -190,8 +190,10 @@ class Planner:
     @property
     def _modalities(self) -> frozenset[str]:
         """Return the statistics that tell text from media, if the model sees media."""
-        has_media = self.calibration is not None and sees_media(self.model.config)
-        return frozenset({MODALITIES} if has_media else ())
+        towers = [
+            getattr(self.model.config, name, None) for name in ("vision_config", "audio_config")
+        ]
+        return frozenset({MODALITIES} if self.calibration is not None and any(towers) else ())
 
     def _plan(
         self, spec: PruneSpec, layers: Iterable[LayerPlan], protected: Protected | None

@@ -76,7 +76,6 @@ def test_a_plain_calibration_is_what_it_was(samples: int, tmp_path: Path) -> Non
     assert [len(batch) for batch in found.batches[:-1]] == [8] * (len(found.batches) - 1)
     assert (found.heldout, found.reserved, set(found.sources), found.weights) == (frozenset(), (), {0}, (1.0,))
     assert fit_tokens(found) == found.tokens == len(stream)
-    assert found.source_names == ("data",)
     assert found.identity["sources"] == [
         {"source": str(path), "weight": 1.0, "samples": len(stream) // 50, "tokens": len(stream), "heldout_samples": 0}
         | {"sha256": digest}

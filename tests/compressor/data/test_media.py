@@ -13,9 +13,10 @@ import pyarrow.parquet
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoProcessor
 
 from compressor.data.batches import Calibration, TextSpec, calibrate, evaluation_sets, read_text, repeat_text
-from compressor.data.media import MEDIA_VARIABLE, load_processor
+from compressor.data.media import MEDIA_VARIABLE
 from compressor.data.sources import GivenTexts, TextPart, WeightedSource, parse_sources
 from compressor.errors import CompressionError
 from compressor.model.inputs import Inputs
@@ -59,7 +60,7 @@ def test_every_form_of_a_row_gives_what_the_processor_makes_of_the_conversation(
         {"role": "assistant", "content": [{"type": "text", "text": "dot"}]},
     ]
     messages[0]["content"].append({"type": "text", "text": "what is it"})
-    expected = load_processor(Path(pictures.llava_tokenizer().name_or_path)).apply_chat_template(
+    expected = AutoProcessor.from_pretrained(pictures.llava_tokenizer().name_or_path).apply_chat_template(
         messages, tokenize=True, return_dict=True, return_tensors="pt"
     )
     rows = [

@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers
 
-from compressor.data.media import load_processor
 from tests.support import pictures
 from tests.support.command_line import Run, refused
 
@@ -43,7 +42,7 @@ def test_pruning_and_correcting_on_pictures_makes_a_checkpoint_with_its_processo
     for layer in next(step for step in plan["steps"] if step["name"] == "prune")["plan"]["layers"]:
         assert 0 < layer["figures"]["kept_share_of_media"] <= 1 and "kept_share_of_text" in layer["figures"]
     model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out").eval()
-    processor = load_processor(tmp_path / "out")
+    processor = transformers.AutoProcessor.from_pretrained(tmp_path / "out")
     inputs = processor(text="<image> what", images=[pictures.picture(0)], return_tensors="pt")
     with torch.no_grad():
         assert bool(model(**inputs).logits.isfinite().all())

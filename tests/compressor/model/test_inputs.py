@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from compressor.checkpoint.source import locate
+from compressor.data.emphasis import PLAIN
 from compressor.data.media import sequence_of
 from compressor.errors import CompressionError
-from compressor.model.inputs import Inputs, forward_inputs, media_of, tower_blocks
+from compressor.model.inputs import Inputs, forward_inputs, tower_blocks
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.streaming import LayerVisitor, Pass, ReversePass, ReverseVisitor
 from tests.support import pictures, zoo
@@ -75,9 +76,8 @@ def test_inputs_give_plain_token_ids_except_as_their_own_row() -> None:
     inputs = Inputs.of(ids, media, {"pixel_values": torch.ones(2, 3)})
     assert inputs.split(1) == (inputs,) and inputs[:1] is inputs and inputs[[0]] is inputs
     assert all(type(value) is Tensor for value in (inputs[0], inputs + 1, inputs[:, 1:], inputs[:0], inputs.clone()))
-    assert torch.equal(media_of(inputs), media) and not media_of(ids).any()
     assert inputs.counted.tolist() == [[False, False, False, True, True]]
-    assert inputs.before_text.tolist() == [[False, False, True, True, True]]
+    assert PLAIN.loss_weights(inputs).tolist() == [[0, 0, 1, 1, 1]]
 
 
 def test_text_alone_takes_no_notice_of_the_tower(tmp_path: Path) -> None:
