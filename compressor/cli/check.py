@@ -92,7 +92,7 @@ def check(
                 progress=progress,
             )
             content = {**plain_json(verdict), "sentence": verdict.sentence}
-            blocks, status = verdict.blocks, verdict.exit_status
+            blocks, status = verdict.blocks, int(verdict.verdict == "different")
     print_report(running.as_json, content, blocks)
     if status:
         raise typer.Exit(status)

@@ -44,8 +44,7 @@ class Distributions:
 
     def rows(self, chosen: slice) -> "Distributions":
         """Return the distributions of some sequences of the batch."""
-        tensors = {name: tensor[chosen] for name, tensor in self.tensors.items()}
-        return Distributions(**tensors)
+        return Distributions(**{name: tensor[chosen] for name, tensor in self.tensors.items()})
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -123,7 +122,7 @@ def read_base(
             Pass(model, batches, progress, "ask the base", to_end=True).run(*visitors)
         if evaluator is not None:
             for number, stored in missing.items():
-                stored.keep({"input": evaluator.inputs[number]})
+                save_tensors(stored.path, {"input": evaluator.inputs[number]}, stored.facts)
     ranks().barrier()  # until all ranks have written their answers
     distributions = dict[str, list[Distributions]]()
     for name, of_text in outputs.items():
@@ -138,9 +137,8 @@ class _StoredOutputs:
         self.path = path
         self.batch = batch
         self.hidden = hidden
-        digest = hashlib.sha256(batch.contiguous().numpy().tobytes()).hexdigest()
         self.facts = [
-            digest,
+            hashlib.sha256(batch.contiguous().numpy().tobytes()).hexdigest(),
             list(batch.shape),
             model.fingerprint,
             str(model.partial.dtype),
@@ -152,9 +150,6 @@ class _StoredOutputs:
     def is_kept(self) -> bool:
         """False if the file is missing, cut short or of another batch or model."""
         return bool(read_metadata(self.path) == self.facts)
-
-    def keep(self, tensors: Mapping[str, Tensor]) -> None:
-        save_tensors(self.path, tensors, self.facts)
 
 
 class _Teacher(LogitReader):
@@ -193,7 +188,8 @@ class _Teacher(LogitReader):
             torch.cat(others).view(shape),
             self.states.pop(number, None),
         )
-        self.wanted[number].keep(distributions.tensors)
+        stored = self.wanted[number]
+        save_tensors(stored.path, distributions.tensors, stored.facts)
 
 
 def top_divergence(base: Distributions, logits: Tensor) -> Tensor:

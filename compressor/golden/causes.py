@@ -6,14 +6,15 @@ Elsewhere it is the fault that, planted in the sound model, gives the answers th
 import math
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
-from compressor.golden.answers import LEAST, GoldenAnswers, GoldenPrompt, Top
+from compressor.golden.answers import LEAST, GoldenAnswers, GoldenPrompt
 from compressor.golden.compare import Answered, is_even
-from compressor.golden.faults import Fault, FaultMaker, of_vocabulary
+from compressor.golden.faults import Fault, FaultMaker
 from compressor.golden.fingerprints import cause_of_weights, fingerprints
 from compressor.golden.measure import (
     ask_model,
@@ -55,42 +56,23 @@ class _Trial:
         variants = [(fault.variant, fault.inputs) for fault in faults]
         self.answers = ask_model(model, prompts, variants, progress, len(prompts))
         self.distances = list[list[float]]()
+        observed = [top for prompt in prompts for top in prompt.top]
         for fault, answers in zip(faults, self.answers, strict=True):
-            observed = [top for prompt in prompts for top in prompt.top]
-            pairs = zip(answers, observed, strict=True)
-            self.distances.append([_error(top, seen, fault.outputs) for top, seen in pairs])
+            distances = list[float]()
+            for answer, seen in zip(answers, observed, strict=True):
+                logs = dict(zip(answer.tokens, answer.logs, strict=True))
+                total = 0.0
+                for token, log in zip(seen.tokens, seen.logs, strict=True):
+                    if token >= 0:  # it is known which one
+                        expected = logs.get(token - fault.outputs, min(log, answer.logs[-1]))
+                        total += (max(expected, LEAST) - max(log, LEAST)) ** 2
+                distances.append(math.sqrt(total / max(len(seen.tokens), 1)))
+            self.distances.append(distances)
         means = [fmean(distances) for distances in self.distances]
         best = stable_argmin(means)
         # rounding alone makes some distance
         is_near = means[best] <= max(min(rounding, means[0] / 2), EXPLAINED * means[0])
         self.cause = faults[best].sentence or None if is_near else None
-
-    def scale_near(self, number: int) -> float | None:
-        """Return the scale that would, to first order, come nearest, by the fault with this number,
-        which is a nudge.
-
-        Of the triangle of sound, nudged and observed answers, the sides are known."""
-        pairs = zip(self.answers[0], self.answers[number], strict=True)
-        effects = [sound.distance(nudged) for sound, nudged in pairs]
-        steps = list[float]()  # the median counts: tokens that change experts are few
-        for effect, before, after in zip(
-            effects, self.distances[0], self.distances[number], strict=True
-        ):
-            if effect >= median(effects) and effect > 0:
-                steps.append((before**2 + effect**2 - after**2) / (2 * effect**2))
-        return median(steps) * (NUDGE - 1) if steps else None
-
-
-def _error(answer: Top, observed: Top, shift: int) -> float:
-    """Return the distance of a model's answer from an observed one, by the tokens that are known of
-    that."""
-    logs = dict(zip(answer.tokens, answer.logs, strict=True))
-    total = 0.0
-    for token, log in zip(observed.tokens, observed.logs, strict=True):
-        if token >= 0:
-            expected = logs.get(token - shift, min(log, answer.logs[-1]))
-            total += (max(expected, LEAST) - max(log, LEAST)) ** 2
-    return math.sqrt(total / max(len(observed.tokens), 1))
 
 
 def find_cause(
@@ -125,7 +107,10 @@ def find_cause(
     is_local = False  # some answers are right
     with suppress(CompressionError):  # of layers that cannot be changed like this
         everywhere = FaultMaker(model, layers, constants)
-        faults = [Fault("", sound), *everywhere.all(), *of_vocabulary(sound)]
+        faults = [Fault("", sound), *everywhere.all()]
+        # of both, prompts alone, and answers alone
+        for by, (first, last) in product((1, -1), ((1, 1), (1, 0), (0, 1))):
+            faults.append(Fault("the vocabulary is shifted by one", sound, -by * first, by * last))
         trial = _Trial(model, prompts, faults, rounding, progress)
         if trial.cause is not None:
             return trial.cause
@@ -138,10 +123,19 @@ def find_cause(
         trial = _Trial(model, prompts[:PROMPTS], faults, rounding, progress)
         if trial.cause is not None:
             return trial.cause
+        # The scale that would, to first order, come nearest is known from the nudge: of the
+        # triangle of sound, nudged and observed answers, the sides are.
         fitted = [Fault("", sound)]
         for number, maker in enumerate(makers, 1):
-            step = trial.scale_near(number)
-            if step is not None:
+            pairs = zip(trial.answers[0], trial.answers[number], strict=True)
+            effects = [top.distance(nudged) for top, nudged in pairs]
+            sides = zip(effects, trial.distances[0], trial.distances[number], strict=True)
+            steps = list[float]()  # the median counts: tokens that change experts are few
+            for effect, before, after in sides:
+                if effect >= median(effects) and effect > 0:
+                    steps.append((before**2 + effect**2 - after**2) / (2 * effect**2))
+            if steps:
+                step = median(steps) * (NUDGE - 1)
                 fitted += [maker.scaled(1 + factor * step) for factor in FACTORS]
         cause = _Trial(model, prompts[:PROMPTS], fitted, rounding, progress).cause
         if cause is not None:

@@ -89,7 +89,7 @@ def check(
     verdict = compare(golden, answered)
     if answered.model is not None:
         verdict = replace(verdict, stock=stock_fault(answered.model))
-    if verdict.exit_status and verdict.cause is None:
+    if verdict.verdict == "different" and verdict.cause is None:
         cause = find_cause(golden, file.parent, answered, verdict.allowed, device, progress)
         verdict = replace(verdict, cause=cause or "none of the known ones")
     return verdict

@@ -71,10 +71,6 @@ class Verdict:
     stock: str | None = None  # how stock transformers, unlike this reader, mistreats the checkpoint
 
     @property
-    def exit_status(self) -> int:
-        return int(self.verdict == "different")
-
-    @property
     def blocks(self) -> list[Block]:
         """The verdict for people."""
         facts = {

@@ -170,11 +170,3 @@ def _gated(
         experts.register_forward_pre_hook(choose, with_kwargs=True),
     ):
         yield
-
-
-def of_vocabulary(variant: Substitution) -> list[Fault]:
-    """Return shifts of the vocabulary: of prompts, of answers, and of both."""
-    faults = list[Fault]()
-    for by, (first, last) in product((1, -1), ((1, 1), (1, 0), (0, 1))):
-        faults.append(Fault("the vocabulary is shifted by one", variant, -by * first, by * last))
-    return faults

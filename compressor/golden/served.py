@@ -59,11 +59,6 @@ class Answer(Checked):
     choices: tuple[Choice]
     usage: Lenient[Usage] = None
 
-    @property
-    def counted(self) -> int | None:
-        """The tokens of the prompt, where the server says."""
-        return None if self.usage is None else self.usage.prompt_tokens
-
     def logs(self, step: int = 0) -> dict[str | int, float]:
         """Return the log-probabilities of a step, by the ids or the texts of tokens."""
         logs = self.choices[0].logprobs
@@ -196,7 +191,8 @@ def _find_form(golden: GoldenAnswers, server: Server) -> Mapping[str, Any]:
     Refuses one that makes another number of tokens of a text; one more may open it."""
     texts = [prompt for prompt in golden.prompts if prompt.text is not None]
     for prompt in texts[:ASKED]:
-        counted = _ask(server, {"prompt": prompt.text}).counted
+        usage = _ask(server, {"prompt": prompt.text}).usage
+        counted = None if usage is None else usage.prompt_tokens
         if counted is not None and counted - prompt.text_tokens not in (0, 1):
             raise CompressionError(
                 f"{server.label} is a server of another model: it makes {counted} tokens of a "
@@ -243,7 +239,8 @@ def _other_template(
         last = golden.places.index((number, len(prompt.given) - 1))
         direct = asked[last]
         pair = vocabulary.read(answer.logs(), golden.top[last])
-        differs = answer.counted is not None and answer.counted != prompt.rendered_tokens
+        counted = None if answer.usage is None else answer.usage.prompt_tokens
+        differs = counted is not None and counted != prompt.rendered_tokens
         if pair is not None and direct is not None:
             limit = max(FAR * direct[0].distance(direct[1]), CHAT)
             differs = differs or pair[0].distance(pair[1]) > limit

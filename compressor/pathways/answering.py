@@ -133,7 +133,7 @@ class PathwayAnswerer:
         shift = torch.zeros_like(pathway)
         if neighbours:
             shift = optimised(model, pathway, neighbours, weights, options)
-        counts = [layer.top_k for layer in model.moved_layers]
+        counts = [model.layers[number].top_k for number in layers]
         self.covered += core_coverage(pathway, shift, pathway_logits(model, pathway), counts)
         self.questions += 1
         return shift

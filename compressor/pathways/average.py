@@ -73,8 +73,8 @@ class AveragePathway:
                 pathway = plain.pathway[[*engine.layer_numbers]]
                 shift = answering.shift(item.alone, plain)
                 moved = pathway_logits(engine, pathway) + shift
-                pairs = zip(moved, engine.moved_scores, strict=True)
-                rescored = [weights_of(logits, score) for logits, score in pairs]
+                pairs = zip(moved, engine.layer_numbers, strict=True)
+                rescored = [weights_of(logits, engine.scores[number]) for logits, number in pairs]
                 logit_changes.append(shift)
                 score_changes.append(torch.stack(rescored) - pathway)
                 progress.advance("")
@@ -118,4 +118,4 @@ def text_reference(
         raise CompressionError(
             "nothing that the base expects can be written as text; give --reference items"
         )
-    return build_reference(model, items, OWN, progress, lambda item, plain: True)[0]
+    return build_reference(model, items, OWN, progress, keep_all=True)[0]

@@ -71,20 +71,6 @@ class PathwayModel:
     def layers(self) -> tuple[MoeLayer, ...]:
         return self.opened.architecture.layers
 
-    @property
-    def moved_layers(self) -> tuple[MoeLayer, ...]:
-        return tuple(self.layers[number] for number in self.layer_numbers)
-
-    @property
-    def moved_scores(self) -> tuple[Score, ...]:
-        return tuple(self.scores[number] for number in self.layer_numbers)
-
-    @property
-    def early_layers(self) -> tuple[str, ...]:
-        """Decoder layers before the first one whose router is moved."""
-        layer_names = self.opened.architecture.decoder_layers
-        return layer_names[: layer_names.index(self.moved_layers[0].decoder_layer)]
-
     def load(self) -> None:
         """Read all weights; raises `CompressionError` for a model without a language-model head."""
         if head_of(self.model) is None:
@@ -105,6 +91,8 @@ class PathwayModel:
         calls = {layer.name: list[Tensor]() for layer in self.layers}
         choices: dict[str, tuple[Tensor, Tensor]] = {}
         early_outputs: dict[str, Any] = {}
+        decoder_layers = self.opened.architecture.decoder_layers
+        first_moved = self.layers[self.layer_numbers[0]].decoder_layer
 
         def keep_logits(layer: str, product: Product) -> None:
             calls[layer].append(product.logits.reshape(-1, product.logits.shape[-1]).clone())
@@ -122,7 +110,7 @@ class PathwayModel:
                 if not self.scores:
                     keep = partial(keep_choice, layer.name)
                     stack.enter_context(moe_hooks(self.model, layer, on_experts=keep))
-            for decoder_layer in self.early_layers:
+            for decoder_layer in decoder_layers[: decoder_layers.index(first_moved)]:
                 module = self.model.get_submodule(decoder_layer)
                 hook = module.register_forward_hook(partial(keep_output, decoder_layer))
                 stack.callback(hook.remove)
@@ -155,7 +143,7 @@ class PathwayModel:
         pathway = []
         for call, score in zip(router_logits, self.scores, strict=True):
             pathway.append(weights_of(call[last], score).cpu())
-        work = len(self.opened.architecture.decoder_layers) * tokens.numel()
+        work = len(decoder_layers) * tokens.numel()
         self.work += work
         plain = PlainForward(
             rows=tuple(rows),
@@ -183,10 +171,10 @@ class PathwayModel:
             return flat.index_copy(0, plain.moved, target.to(flat)).reshape(product.logits.shape)
 
         with ExitStack() as stack:
-            moved = zip(self.moved_layers, plain.router_logits, shift, strict=True)
-            for layer, logits, added in moved:
+            moved = zip(self.layer_numbers, plain.router_logits, shift, strict=True)
+            for number, logits, added in moved:
                 target = partial(set_rows, logits + added.to(logits))
-                stack.enter_context(watched(self.model, layer, target))
+                stack.enter_context(watched(self.model, self.layers[number], target))
             # early layers return what they returned before
             for decoder_layer, output in plain.early_outputs.items():
                 module = self.model.get_submodule(decoder_layer)
@@ -195,7 +183,7 @@ class PathwayModel:
                 )
                 stack.callback(module.__dict__.pop, "forward", None)
             logits = self._forward(plain.tokens)
-        layers = len(self.opened.architecture.decoder_layers) - len(self.early_layers)
+        layers = len(self.opened.architecture.decoder_layers) - len(plain.early_outputs)
         self.work += layers * plain.tokens.numel() * (3 if logits.requires_grad else 1)
         return logits
 

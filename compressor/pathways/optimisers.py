@@ -206,5 +206,5 @@ def _losses(
 
 def pathway_logits(model: PathwayModel, pathway: Tensor) -> Tensor:
     """Return the moved routers' logits of which these weights are made: [L, E] -> [L, E]."""
-    pairs = zip(pathway, model.moved_scores, strict=True)
-    return torch.stack([logits_of(weights, score) for weights, score in pairs])
+    pairs = zip(pathway, model.layer_numbers, strict=True)
+    return torch.stack([logits_of(weights, model.scores[number]) for weights, number in pairs])

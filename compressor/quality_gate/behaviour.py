@@ -139,9 +139,12 @@ def compare_answers(
     tokenizers: Sequence[Any],
     base: Sequence[Answer],
     smaller: Sequence[Answer],
+    limits: Limits,
     confidence: float,
-) -> Written:
-    """Compare both models' answers to all requests, given the tokenizers of both."""
+) -> tuple[Written, tuple[GateCondition, ...]]:
+    """Compare both models' answers to all requests, given the tokenizers of both.
+
+    Each of the conditions on them has to pass; failures are corrected by Holm."""
     endings = list[list[Ending]]()
     for tokenizer, answers in zip(tokenizers, (base, smaller), strict=True):
         markers = Markers.of(tokenizer)
@@ -151,34 +154,28 @@ def compare_answers(
             if markers.thinking:
                 before = str(tokenizer.decode(tokens_of(prompt, tokenizer, options.chat)))
             endings[-1].append(ending_of(answer, prompt, markers, tokenizer, before))
+    base_endings, smaller_endings = endings
     pairs = []
     for (prompt, seed), *both in zip(prompts.requests, base, smaller, *endings, strict=True):
         pairs.append(AnswerPair(prompt, seed, *both))
     asked = options.facts("max_new_tokens", "temperature", "top_p", "seed", "chat")
     domains = [pair.prompt.domain for pair in pairs]
-    return Written(
+    written = Written(
         len(prompts.prompts),
         prompts.options.seeds,
         {**asked, **date_facts(templates_of(tokenizers[0]))},
-        rates(domains, endings[0], endings[1], confidence),
+        rates(domains, base_endings, smaller_endings, confidence),
         tuple(pairs),
     )
-
-
-def written_conditions(
-    written: Written, limits: Limits, confidence: float
-) -> tuple[GateCondition, ...]:
-    """Return the conditions on written answers, each of which has to pass; failures are corrected
-    by Holm."""
     alpha = 1 - confidence
-    base = [pair.base_ending for pair in written.pairs]
-    smaller = [pair.smaller_ending for pair in written.pairs]
     tasks = []
     for name, (_, limit) in limits.items():
         if name == LENGTH:
-            tasks.append(measure_change(pair_lengths(base, smaller), limit, alpha))
-            continue
-        tasks.append(measure(pair_endings(name, base, smaller), limit, alpha, True))
+            lengths = pair_lengths(base_endings, smaller_endings)
+            tasks.append(measure_change(lengths, limit, alpha))
+        else:
+            marks = pair_endings(name, base_endings, smaller_endings)
+            tasks.append(measure(marks, limit, alpha, True))
     failing = holm(np.array([task.p_fail for task in tasks]))
     conditions = []
     for task, p_fail in zip(tasks, failing.tolist(), strict=True):
@@ -188,7 +185,7 @@ def written_conditions(
         undecided = task
         if task.task == LENGTH:
             name = "relative change of length"
-            scale = fmean(max(ending.tokens, 1) for ending in base)
+            scale = fmean(max(ending.tokens, 1) for ending in base_endings)
             undecided = replace(task, max_drop=math.copysign(task.max_drop, task.drop))
         advice = (
             f"{advise(undecided, confidence, UNIT, 'rise')}; name more --prompts, or sample "
@@ -210,7 +207,7 @@ def written_conditions(
                 advice=advice if judged == "inconclusive" else "",
             )
         )
-    return tuple(conditions)
+    return written, tuple(conditions)
 
 
 def evaluate_behaviour(
@@ -268,15 +265,15 @@ def evaluate_behaviour(
             if 2 * missed > len(base_answers):
                 logger.warning("%s, so little can be said of ends; %s", message, hint)
             smaller_answers = answer_all(smaller, requests, generation, cache, progress)
-            written = compare_answers(
+            written, conditions = compare_answers(
                 prompts,
                 generation,
                 [tokenizer for tokenizer, _ in opened],
                 base_answers,
                 smaller_answers,
+                limits,
                 confidence,
             )
-            conditions = written_conditions(written, limits, confidence)
         if stock is not None and (forced or reads_written):
             tokenizer, _ = opened[0]
             for (prompt, _), answer in zip(requests, base_answers, strict=True):

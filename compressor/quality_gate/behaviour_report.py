@@ -137,53 +137,50 @@ def marked(text: str, other: str, ending: Ending) -> Words:
     return tuple(words)
 
 
-def answers_page(behaviour: Behaviour) -> str:
-    """Return a page with both answers to each prompt side by side, new loops and missed ends
-    first."""
-    assert behaviour.written is not None, "a page of answers has answers"
-    pairs = sorted(behaviour.written.pairs, key=lambda pair: FIRST.index(pair.verdict))
-
-    sides = []
-    for pair in pairs[:MOST_PAIRS]:
-        texts = []
-        for name, answer, other, ending in (
-            (behaviour.base, pair.base, pair.smaller, pair.base_ending),
-            (behaviour.smaller, pair.smaller, pair.base, pair.smaller_ending),
-        ):
-            ends = "ended by itself" if ending.ended else "no end"
-            loops = ", loops" if ending.looped else ""
-            title = f"{name}: {counted(ending.tokens, 'token')}, {ends}{loops}"
-            texts.append((title, marked(answer.text, other.text, ending)))
-        domain = pair.prompt.domain
-        heading = (pair.verdict, " ", Note(f"{domain}, seed {pair.seed}"))
-        shown_prompt = pair.prompt.shown[:MOST_LETTERS]
-        sides.append(Side(heading, shown_prompt, tuple(texts), (domain, pair.verdict)))
-    left_out = len(pairs) - len(sides)
-    more = f" {left_out:,} more pairs are in {NAMES[3]} alone." if left_out else ""
-    note = Text(f"Underlined: the first word that differs. Coloured: a loop.{more}", "note")
-    document: list[Block] = [
-        Heading("Measures", 2, "measures"),
-        *behaviour_blocks(behaviour)[1:],
-        Heading("Answers side by side", 2, "answers"),
-        note,
-        Sides(("Domain", "Verdict"), sides),
-    ]
-    counts = Counter(pair.verdict for pair in pairs)
-    tiles = Facts([(name.capitalize(), f"{counts[name]:,}") for name in FIRST])
-    title = "Behaviour report"
-    made_by = f"{MADE_BY} evaluate."
-    return html.page(behaviour.smaller, title, lead(behaviour), tiles, document, made_by)
-
-
 def write_behaviour(behaviour: Behaviour, folder: Path, overwrite: bool = False) -> list[Path]:
     """Write JSON, Markdown, the answers and a page to read them into a new folder, or nothing when
-    anything fails."""
+    anything fails.
+
+    The page has both answers to each prompt side by side, new loops and missed ends first."""
+    blocks = behaviour_blocks(behaviour)
     heading = Heading(f"Behaviour of {behaviour.smaller}", level=1)
-    texts = [report_json(behaviour.to_dict()), markdown((heading, *behaviour_blocks(behaviour)))]
+    texts = [report_json(behaviour.to_dict()), markdown((heading, *blocks))]
     if behaviour.written is not None:
         lines = []
         for pair in behaviour.written.pairs:
             shown_pair = replace(pair, prompt=replace(pair.prompt, where=""))
             lines.append(json.dumps({"verdict": pair.verdict, **plain_json(shown_pair)}) + "\n")
-        texts += [answers_page(behaviour), "".join(lines)]
+        pairs = sorted(behaviour.written.pairs, key=lambda pair: FIRST.index(pair.verdict))
+        sides = []
+        for pair in pairs[:MOST_PAIRS]:
+            answers = []
+            for name, answer, other, ending in (
+                (behaviour.base, pair.base, pair.smaller, pair.base_ending),
+                (behaviour.smaller, pair.smaller, pair.base, pair.smaller_ending),
+            ):
+                ends = "ended by itself" if ending.ended else "no end"
+                loops = ", loops" if ending.looped else ""
+                title = f"{name}: {counted(ending.tokens, 'token')}, {ends}{loops}"
+                answers.append((title, marked(answer.text, other.text, ending)))
+            domain = pair.prompt.domain
+            side_heading = (pair.verdict, " ", Note(f"{domain}, seed {pair.seed}"))
+            shown_prompt = pair.prompt.shown[:MOST_LETTERS]
+            sides.append(Side(side_heading, shown_prompt, tuple(answers), (domain, pair.verdict)))
+        left_out = len(pairs) - len(sides)
+        more = f" {left_out:,} more pairs are in {NAMES[3]} alone." if left_out else ""
+        note = Text(f"Underlined: the first word that differs. Coloured: a loop.{more}", "note")
+        document: list[Block] = [
+            Heading("Measures", 2, "measures"),
+            *blocks[1:],
+            Heading("Answers side by side", 2, "answers"),
+            note,
+            Sides(("Domain", "Verdict"), sides),
+        ]
+        counts = Counter(pair.verdict for pair in pairs)
+        tiles = Facts([(name.capitalize(), f"{counts[name]:,}") for name in FIRST])
+        made_by = f"{MADE_BY} evaluate."
+        page = html.page(
+            behaviour.smaller, "Behaviour report", lead(behaviour), tiles, document, made_by
+        )
+        texts += [page, "".join(lines)]
     return write_files(folder, dict(zip(NAMES, texts, strict=False)), NAMES, overwrite)

@@ -49,11 +49,6 @@ class BehaviourOptions(AnswerOptions):
     _one_source = field_validator("text", "answers", mode="before")(one_or_several)
 
     @property
-    def writes(self) -> bool:
-        """True if both models answer prompts."""
-        return bool(self.prompts) and not self.teacher_forced
-
-    @property
     def reads(self) -> bool:
         """True if both models read text or the base's answers."""
         return bool(self.text or self.answers or self.teacher_forced)
@@ -159,7 +154,7 @@ class GateOptions(BehaviourOptions, TaskOptions):
     @property
     def answer_limits(self) -> Limits:
         """Limits on written answers."""
-        if not self.writes:
+        if self.teacher_forced or not self.prompts:
             return {}
         loop_rise = self.max_loop_rise
         missed_rise = self.max_missed_rise
@@ -196,7 +191,7 @@ class GateOptions(BehaviourOptions, TaskOptions):
             )
         names = ("max_loop_rise", "max_missed_rise", "max_length_change")
         given = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
-        if given and not self.writes:
+        if given and (self.teacher_forced or not self.prompts):
             remedy = "leave out --teacher-forced" if self.teacher_forced else "name --prompts"
             raise CompressionError(f"{joined(given)} judge answers of both models; {remedy}")
         if bool(self.divergence_limits) != self.reads:

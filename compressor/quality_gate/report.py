@@ -224,10 +224,9 @@ def gate_blocks(result: GateResult) -> list[Block]:
         figures = [show(row) for show in COLUMNS.values()]
         rows.append((*figures, Toned(row.verdict, *SIGNS[row.verdict])))
     if rows or not result.conditions:
-        confidence = f"{100 * result.confidence:g}%"
         caption = (
             f"{result.compressed} compared with {result.base}, bounds one-sided, each with "
-            f"confidence {confidence}"
+            f"confidence {100 * result.confidence:g}%"
         )
         blocks.append(
             Table(caption, (*COLUMNS, "verdict"), rows, TEXTS, OPTIONAL, {len(result.tasks) - 1})
@@ -480,10 +479,11 @@ def eval_results(result: GateResult) -> bytes:
     for task in result.tasks:
         if task.task in result.benchmarks and math.isfinite(task.compressed):
             dataset_id, task_id = result.benchmarks[task.task]
-            lm_eval = result.versions.get("lm-eval", "")
-            notes = f"{task.metric} on {task.items:,} items, {task.task} {task.version} of lm-eval"
+            notes = (
+                f"{task.metric} on {task.items:,} items, {task.task} {task.version} of lm-eval "
+                f"{result.versions.get('lm-eval', '')}"
+            )
             value = float(f"{task.compressed:.6g}")
-            notes = f"{notes} {lm_eval}".rstrip()
-            entries.append(EvalResultEntry(dataset_id, task_id, value, notes=notes))
+            entries.append(EvalResultEntry(dataset_id, task_id, value, notes=notes.rstrip()))
     content = eval_result_entries_to_yaml(entries)
     return yaml.safe_dump(content, sort_keys=False).encode() if entries else b""

@@ -219,12 +219,10 @@ def _refusal(
     if needed < MOST_ITEMS:
         enough = math.floor(needed) + 1
         how = "name more tasks" if tasks else "more --prompts, or more --seeds"
-
-        def items_at(limit: int | None) -> int:
-            return sum(task.items(limit) for task in tasks)
-
-        if options.limit is not None and items_at(None) >= enough:
-            limit = bisect_left(range(enough), enough, key=items_at)
+        if options.limit is not None and sum(task.items(None) for task in tasks) >= enough:
+            limit = bisect_left(
+                range(enough), enough, key=lambda most: sum(task.items(most) for task in tasks)
+            )
             how = f"--limit {limit}"
         remedies.insert(0, f"at least {enough:,} {unit} ({how})")
     return (

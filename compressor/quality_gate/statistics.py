@@ -32,7 +32,7 @@ least the square of the mean: the trinomial of the pooled counts is as wide as t
 `scripts/simulate_gate.py` measures the rates of false verdicts with strata that differ much.
 
 Other scores and likelihoods: Student's t holds its level where items differ in many small ways.
-Where few of the items differ `rule_of_three` counts too, where a few differ very much `student`
+Where few of the items differ the rule of three counts too, where a few differ very much `student`
 with `skew`; of several tests of one drop the most careful one counts. With differences as skewed as
 an exponential distribution and lengths as uneven as 1 to 20, 62 documents pass falsely in 6.4 % of
 samples at confidence 0.95 (9.4 % by t alone), and 250 in 5.4 % (7.0 %).
@@ -163,20 +163,6 @@ def student(
     return Evidence(lower, upper, tail(freedom, distance), tail(freedom, -distance))
 
 
-def rule_of_three(estimate: Any, reach: Any, count: float, margin: float, alpha: float) -> Evidence:
-    """Bound changes that none of `count` items showed: up to -log(alpha) / count of all items have
-    them.
-
-    3 / count at an alpha of 0.05. Each such item may move by `reach`. This keeps the bounds apart
-    where next to nothing differs."""
-    half = -math.log(alpha) * reach / count
-    with np.errstate(over="ignore"):
-        room = count * (margin - estimate) / reach
-    p_pass = np.exp(-np.maximum(room, 0))
-    p_fail = np.exp(-np.maximum(-room, 0))
-    return Evidence(estimate - half, estimate + half, p_pass, p_fail)
-
-
 def most_careful(parts: Sequence[Evidence]) -> Evidence:
     """Return the widest bounds and the largest p-values: a claim stands only if every test supports
     it."""
@@ -291,7 +277,16 @@ def evidence(pairs: PairedItems, margin: float, alpha: float) -> Evidence:
         if likelihood:
             seen = seen / np.tile(pairs.weights, 2)
         reach = float(np.ptp(seen)) or 1.0  # the range of the scores seen, or 1
-        tests.append(rule_of_three(estimate, reach, float(pairs.weights.sum()), margin, alpha))
+        count = float(pairs.weights.sum())
+        # The rule of three: changes that none of `count` items showed, up to -log(alpha) / count
+        # of all items have (3 / count at an alpha of 0.05), and each of these may move by `reach`.
+        # This keeps the bounds apart where next to nothing differs.
+        half = -math.log(alpha) * reach / count
+        with np.errstate(over="ignore"):
+            room = count * (margin - estimate) / reach
+        p_pass = np.exp(-np.maximum(room, 0))
+        p_fail = np.exp(-np.maximum(-room, 0))
+        tests.append(Evidence(estimate - half, estimate + half, p_pass, p_fail))
     return most_careful(tests)
 
 
@@ -398,9 +393,35 @@ def judge(
     1979). All that has to pass has to do so by itself, so the pool needs no correction. Raises
     `CompressionError` for results that were not scored alike."""
     alpha = 1 - gate.confidence
-    pairs = [pair_items(*task) for task in zip(base, compressed, strict=True)]
+    pairs = []
     tasks = []
-    for pair in pairs:
+    for first, second in zip(base, compressed, strict=True):
+        task = first.task
+        items = sorted(first.items, key=lambda item: item.id)
+        others = sorted(second.items, key=lambda item: item.id)
+        asked = [(item.id, item.weight) for item in items]
+        differing = []
+        for name in ("metric", "version", "kind"):
+            if getattr(first, name) != getattr(second, name):
+                differing.append(name)
+        if asked != [(item.id, item.weight) for item in others]:
+            differing.append("items")
+        if differing:
+            raise CompressionError(
+                f"{task}: the base and the compressed model were scored with different "
+                f"{joined(differing)}: evaluate both anew, with another --cache-dir"
+            )
+        weights = np.array([weight for _, weight in asked])
+        empty = int((weights <= 0).sum())
+        if empty:
+            raise CompressionError(
+                f"{task}, {first.metric}: {empty} of {len(weights)} items have no words or bytes: "
+                "leave them out of the task"
+            )
+        before = np.array([item.score for item in items])
+        after = np.array([item.score for item in others])
+        pair = PairedItems(task, first.metric, first.version, first.kind, before, after, weights)
+        pairs.append(pair)
         margin = gate.task_drop if pair.binary else gate.max_drop
         tasks.append(measure(pair, margin, alpha, not pair.binary))
     passing = holm(np.array([task.p_pass for task in tasks])).tolist()
@@ -428,34 +449,6 @@ def judge(
     after = np.concatenate([pair.compressed for pair in binary])
     pool = PairedItems(POOLED, metric, "", "score", before, after, np.ones(len(before)))
     return Judgement(tuple(tasks), measure(pool, gate.max_drop, alpha, True))
-
-
-def pair_items(base: ItemScores, compressed: ItemScores) -> PairedItems:
-    """Pair two models' results by item; refuse results that were not scored alike."""
-    before = sorted(base.items, key=lambda item: item.id)
-    after = sorted(compressed.items, key=lambda item: item.id)
-    weights = [item.weight for item in before]
-    differing = []
-    for name in ("metric", "version", "kind"):
-        if getattr(base, name) != getattr(compressed, name):
-            differing.append(name)
-    if [(item.id, item.weight) for item in before] != [(item.id, item.weight) for item in after]:
-        differing.append("items")
-    if differing:
-        raise CompressionError(
-            f"{base.task}: the base and the compressed model were scored with different "
-            f"{joined(differing)}: evaluate both anew, with another --cache-dir"
-        )
-    empty = sum(weight <= 0 for weight in weights)
-    if empty:
-        raise CompressionError(
-            f"{base.task}, {base.metric}: {empty} of {len(weights)} items have no words or bytes: "
-            "leave them out of the task"
-        )
-    first = np.array([item.score for item in before])
-    second = np.array([item.score for item in after])
-    kind = base.kind
-    return PairedItems(base.task, base.metric, base.version, kind, first, second, np.array(weights))
 
 
 def find_anomalies(

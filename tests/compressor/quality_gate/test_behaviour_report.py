@@ -1,4 +1,5 @@
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ from compressor.answers.generation import Answer
 from compressor.answers.prompts import Prompt
 from compressor.document.blocks import Marked, plain_words
 from compressor.quality_gate.behaviour import AnswerPair, Behaviour, Written
-from compressor.quality_gate.behaviour_report import FIRST, answers_page, marked
+from compressor.quality_gate.behaviour_report import FIRST, marked, write_behaviour
 from compressor.quality_gate.endings import Ending, rates
 
 
@@ -35,7 +36,7 @@ def test_marks_leave_the_text_as_it_is(text: str, other: str, loop: Any, differe
     assert [each.text for each in found if each.why == "loop"] == looped
 
 
-def test_the_page_begins_with_what_went_wrong_and_escapes_all_text() -> None:
+def test_the_page_begins_with_what_went_wrong_and_escapes_all_text(tmp_path: Path) -> None:
     def pair(number: int, base: Ending, smaller: Ending, text: str = "<b>&") -> AnswerPair:
         prompt = Prompt.of(f"<script>{number}", "code" if number % 2 else "<i>")
         answers = [Answer(prompt.id, 0, (), each, "end") for each in ("<b>&", text)]
@@ -48,6 +49,8 @@ def test_the_page_begins_with_what_went_wrong_and_escapes_all_text() -> None:
     assert sorted(map(FIRST.index, (each.verdict for each in pairs))) == [0, 1, 2, 3, 4]
     endings = [[each.base_ending for each in pairs], [each.smaller_ending for each in pairs]]
     found = rates([each.prompt.domain for each in pairs], endings[0], endings[1], 0.95)
-    page = answers_page(Behaviour("<base>", "<smaller>", 0.95, Written(5, 1, {}, found, pairs)))
+    behaviour = Behaviour("<base>", "<smaller>", 0.95, Written(5, 1, {}, found, pairs))
+    write_behaviour(behaviour, tmp_path / "out")
+    page = (tmp_path / "out" / "answers.html").read_text(encoding="utf-8")
     assert re.findall(r'"><h3>([a-z ]+) <span', page) == list(FIRST)
     assert "<script>" not in page and "<b>" not in page and "<i>" not in page
