@@ -82,8 +82,8 @@ def write(job: OutputJob, out: Path, overwrite: bool = False, key: str = "one", 
         workdir.check_target(out, overwrite)
         workdir.check_space(out, sum(output.nbytes for output in job.outputs))
         work.resume(key)
-        stage = work.stage(0)
-        if not workdir.is_written(stage):
+        stage = work.checkpoint(0)
+        if not (stage / workdir.INDEX_NAME).exists():
             workdir.write_checkpoint(job, stage, STEPS, lambda detail: None)
         workdir.assemble(stage, work.output, shard_bytes)
         job.verify(work.output)
