@@ -522,11 +522,6 @@ def evaluate(
     prompts = PromptSet.read(options, limit)
     named = _two_sources((base, revision), (smaller, smaller_revision), servers, progress)
     writers = [writer_of(source, server, batch_size, device, dtype) for source, server in named]
-
-    def announce_power(usable: PromptSet) -> None:
-        if announce is not None:
-            announce(shown_sentence(usable.answers, confidence))
-
     return evaluate_behaviour(
         writers[0],
         writers[1],
@@ -535,7 +530,7 @@ def evaluate(
         confidence,
         cache or default_folder(),
         progress or Silent(),
-        announce_power,
+        announce and (lambda usable: announce(shown_sentence(usable.answers, confidence))),
     )
 
 

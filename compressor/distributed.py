@@ -69,11 +69,6 @@ class Ranks:
     def is_alone(self) -> bool:
         return self.size == 1
 
-    def takes_turn(self, number: int) -> bool:
-        """Return True if this rank does the piece of work of this number, where ranks take
-        turns."""
-        return number % self.size == self.rank
-
     def share(self, *groups: "Sequence[Tensor]") -> frozenset[int]:
         """Return the numbers of this rank's batches of token ids [B, L], of all groups in one row.
 
@@ -128,12 +123,12 @@ class Ranks:
 
     def first_before_others(self, make: Callable[[], _T]) -> _T:
         """Return what each rank makes for itself, the others after rank 0 has filled the caches."""
-        if self.is_first:
-            value = make()
+        if not self.is_first:
             self.barrier()
-            return value
-        self.barrier()
-        return make()
+        value = make()
+        if self.is_first:
+            self.barrier()
+        return value
 
 
 def launched() -> Ranks:

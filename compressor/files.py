@@ -201,10 +201,8 @@ def is_free(out: Path) -> bool:
     if (folder / REPLACED).exists() or (folder / ARRIVING).exists():
         with suppress(CompressionError), lock_output(out):  # unless another run holds it
             pass
-    return not os.path.lexists(out) or _is_empty(out)
-
-
-def _is_empty(out: Path) -> bool:
+    if not os.path.lexists(out):
+        return True
     return out.is_dir() and not out.is_symlink() and not _content(out)
 
 
@@ -216,7 +214,7 @@ def work_folder(out: Path) -> Path:
     inside = target / _work_name(target)
     if target.is_symlink() or not target.is_dir():
         return beside
-    is_begun = not beside.exists() and (inside.exists() or _is_empty(target))
+    is_begun = not beside.exists() and (inside.exists() or not _content(target))
     # nothing can be renamed to a mount point, nor in a folder that can't be written to
     table = Path("/proc/self/mountinfo")  # which has bind mounts, too
     points = [line.split()[4] for line in table.read_text().splitlines()] if table.exists() else []

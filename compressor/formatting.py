@@ -139,19 +139,17 @@ def short(value: object, digits: int = 3) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.{digits}g}"
 
 
-def setting(value: object) -> str:
-    """Return a setting in words: a mapping as 'name value, name value'."""
+def setting(value: object, is_inner: bool = False) -> str:
+    """Return a setting in words: a mapping as 'name value, name value', in brackets within
+    another."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_inner(inner)}" for name, inner in value.items()) or "none"
+        words = ", ".join(f"{name} {setting(inner, True)}" for name, inner in value.items())
+        return f"({words or 'none'})" if is_inner else words or "none"
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "none"}[value]
     if isinstance(value, list | tuple):
-        return ", ".join(map(_inner, value)) or "none"
+        return ", ".join(setting(inner, True) for inner in value) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _inner(value: object) -> str:
-    return f"({setting(value)})" if isinstance(value, Mapping) else setting(value)
 
 
 def human_bytes(count: float) -> str:

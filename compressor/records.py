@@ -5,11 +5,11 @@ import json
 import math
 import reprlib
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError, SchemaValidator, core_schema, to_jsonable_python
@@ -117,13 +117,6 @@ def value_as(value: Any, hint: Any, where: str, closed: bool = False) -> Any:
         raise CompressionError(fault_of(error, where)) from error
 
 
-def check_fields(record: Any) -> None:
-    """Check a dataclass by the types and pydantic bounds of its fields; a `CompressionError` names
-    the first misfit."""
-    for name, hint in get_type_hints(type(record), include_extras=True).items():
-        value_as(getattr(record, name), hint, name)
-
-
 @lru_cache
 def _validator(hint: Any, closed: bool) -> SchemaValidator:
     return SchemaValidator(_strict(TypeAdapter(hint).core_schema, closed))
@@ -146,15 +139,13 @@ def _strict(schema: Any, closed: bool) -> Any:
     if kind == "float":
         strict["allow_inf_nan"] = False
     if schema == {"type": "float"}:
-        return core_schema.no_info_wrap_validator_function(_number_or_name, strict)
+        return core_schema.no_info_wrap_validator_function(
+            lambda value, number: float(value) if value in NOT_FINITE else number(value), strict
+        )
     if kind == "dataclass-args" and closed:
         names = sorted(entry["name"] for entry in schema["fields"])
         return core_schema.no_info_before_validator_function(partial(_known_only, names), strict)
     return strict
-
-
-def _number_or_name(value: Any, number: Callable[[Any], float]) -> float:
-    return float(value) if value in NOT_FINITE else number(value)
 
 
 def _known_only(names: Sequence[str], content: Any) -> Any:

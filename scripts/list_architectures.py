@@ -28,7 +28,7 @@ from compressor.errors import CompressionError
 from compressor.model.architecture import Architecture, discover, experts_modules
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
-from compressor.steps.configuration import announces_head
+from compressor.steps.configuration import HEADS
 from compressor.steps.split.shape import split_shape
 from exporters import onnx
 from tests.support import zoo
@@ -173,7 +173,7 @@ def _notes(opened: OpenModel) -> str:
     notes += _beside(opened)
     fields = vars(opened.config) | vars(opened.config.get_text_config())
     heads = sorted(
-        key for key, value in fields.items() if announces_head(key) and isinstance(value, int)
+        key for key, value in fields.items() if HEADS.fullmatch(key) and isinstance(value, int)
     )
     if heads:
         notes.append(f"its config announces a head by {', '.join(f'`{key}`' for key in heads)}")

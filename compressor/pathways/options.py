@@ -3,12 +3,12 @@ no torch."""
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_type_hints
 
 from pydantic import Field, FiniteFloat, PositiveInt
 
 from compressor.errors import CompressionError
-from compressor.records import check_fields
+from compressor.records import value_as
 
 Optimizer = Literal["mode", "kernel", "ngd", "oracle"]
 Kernel = Literal["gaussian", "linear", "polynomial", "matern"]
@@ -58,7 +58,9 @@ class PathwayOptions:
     schedule: Schedule = "cosine"  # of that rate
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        # by types and bounds
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            value_as(getattr(self, name), hint, name)
         selected(self.layers, 1)
         if self.tokens != SCORED:
             selected(self.tokens, 1)

@@ -8,6 +8,7 @@ resolve and check the steps ─► is the output in place? ─► lock the work 
 
 import json
 import logging
+import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -446,9 +447,9 @@ def run_steps(run: Run) -> list[WrittenCheckpoint]:
                     state = replace(state, model=checkpoints[-1].opened(run.base))
                 _change_checkpoint(state, checkpoints[-1])
                 continue
-            if len(checkpoints) > 1:
+            if len(checkpoints) > 1 and ranks().is_first:
                 # a run that is killed from here on repeats the steps that wrote it
-                work.drop(checkpoints[-2].folder)
+                shutil.rmtree(checkpoints[-2].folder, ignore_errors=True)
             if checkpoints:
                 checkpoints[-1].model = None
             decide(state)

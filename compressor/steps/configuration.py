@@ -5,6 +5,7 @@ import copy
 import logging
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from fnmatch import translate
 from functools import reduce
 from itertools import accumulate
@@ -51,96 +52,13 @@ NONE: Renames = {}
 logger = logging.getLogger(__name__)
 
 
-def _set_field(raw: dict[str, Any], config: Any, path: str, value: Any) -> None:
-    """Set a field of `config` in its JSON, by the name that it has there; in a list, in place of
-    its value."""
-    *parents, name = path.split(".")
-    for parent in parents:
-        config = getattr(config, parent)
-    mapping: Mapping[str, str] = getattr(type(config), "attribute_map", {}) or {}
-    canonical = mapping.get(name, name)
-    names = {name, canonical, *(alias for alias, target in mapping.items() if target == canonical)}
-    node = raw
-    for parent in parents:
-        # fields of the text may stand at the top level
-        if parent in node or not names & node.keys():
-            node = node.setdefault(parent, {})
-    for alias in sorted(names & set(node)) or [name]:
-        stored = node.get(alias)
-        if isinstance(stored, list) and not isinstance(value, list):
-            before = getattr(config, name)
-            node[alias] = [value if item == before else item for item in stored]
-        else:
-            node[alias] = value
-
-
-def _second_counts(raw: Fields, config: Any, path: str) -> Iterator[tuple[str, ...]]:
-    """Yield the keys to other fields that count what the one at `path` does, as converters
-    write."""
-    *_, name = path.split(".")
-    for parents in ((), *((key,) for key in TEXTS if isinstance(raw.get(key), dict))):
-        node = reduce(getitem, parents, raw)
-        for other in sorted(COUNTS & node.keys() if name in COUNTS else ()):
-            if node[other] == attrgetter(path)(config):
-                yield (*parents, other)
-
-
-def announces_head(field: str) -> bool:
-    """Return True if a config field of this name counts the layers of a multi-token-prediction
-    head."""
-    return HEADS.fullmatch(field) is not None
-
-
 def _announcing(raw: Fields, prefix: str = "") -> Iterator[tuple[str, int]]:
     """Return the dotted names of the fields that count heads, with their values."""
     for key, value in raw.items():
         if isinstance(value, dict):
             yield from _announcing(value, f"{prefix}{key}.")
-        elif announces_head(key) and type(value) is int:
+        elif HEADS.fullmatch(key) and type(value) is int:
             yield f"{prefix}{key}", value
-
-
-def _with_heads(raw: dict[str, Any], config: Any, heads: int) -> tuple[dict[str, Any], list[str]]:
-    """Return a config whose fields count the `heads` that are stored, and dotted names of those
-    that were set to zero.
-
-    A field stays where the stock model `config` has other tensors without it.
-    """
-    wrong = {path: value for path, value in _announcing(raw) if value != heads}
-    known = {path: heads for path in wrong if _has(config, path)}
-    if known:
-        tensors = build_meta(config).state_dict().keys()
-        if build_meta(with_fields(config, known)).state_dict().keys() != tensors:
-            return raw, []
-    counted = copy.deepcopy(raw)
-    for path, value in wrong.items():
-        *parents, name = path.split(".")
-        node = reduce(getitem, parents, counted)
-        node[name] = heads
-        layers = node.get("num_hidden_layers")
-        for key, entries in node.items():  # lists of layers may go on with those of the heads
-            if (
-                isinstance(entries, list)
-                and isinstance(layers, int)
-                and len(entries) == layers + value
-            ):
-                node[key] = entries[: layers + heads]
-        if heads:
-            logger.warning(
-                "config.json says %s %d, and %d are stored, which the output says",
-                path,
-                value,
-                heads,
-            )
-    return counted, [] if heads else list(wrong)
-
-
-def _has(config: Any, path: str) -> bool:
-    try:
-        attrgetter(path)(config)
-    except AttributeError:
-        return False
-    return True
 
 
 def expert_renames(
@@ -219,25 +137,45 @@ def renumbered_quantization(node: Any, renames: Renames) -> Any:
 
 
 def fields_set(raw: Fields, known: Any, fields: Fields) -> dict[str, Any]:
-    """Return a copy of the JSON of the config `known` with other values at dotted paths."""
+    """Return a copy of the JSON of the config `known` with other values at dotted paths, by the
+    names that fields have there; in a list, in place of their values."""
     config = copy.deepcopy(dict(raw))
+    texts = [key for key in TEXTS if isinstance(raw.get(key), dict)]
+    nodes: list[dict[str, Any]] = [config, *(config[key] for key in texts)]
     if any(path.rpartition(".")[2] in COUNTS for path in fields):
-        for node in (config, *(config[key] for key in TEXTS if isinstance(config.get(key), dict))):
-            _drop_counts_of_layers(node)
+        # counts of single layers, which the output has none of
+        for node in nodes:
+            layers = node.pop(PER_LAYER, None)
+            for number, entries in layers.items() if isinstance(layers, dict) else ():
+                kept = {name: value for name, value in entries.items() if name not in COUNTS}
+                if kept:
+                    node.setdefault(PER_LAYER, {})[number] = kept
     for path, value in fields.items():
-        for *parents, name in _second_counts(raw, known, path):
-            reduce(getitem, parents, config)[name] = value
-        _set_field(config, known, path, value)
+        *parents, name = path.split(".")
+        if name in COUNTS:
+            # other fields that count the same, as converters write
+            for node, stated in zip(nodes, (raw, *(raw[key] for key in texts)), strict=True):
+                for other in COUNTS & stated.keys():
+                    if stated[other] == attrgetter(path)(known):
+                        node[other] = value
+        holder = reduce(getattr, parents, known)
+        aliases: Mapping[str, str] = getattr(type(holder), "attribute_map", {}) or {}
+        canonical = aliases.get(name, name)
+        names = {name, canonical}
+        names.update(alias for alias, target in aliases.items() if target == canonical)
+        node = config
+        for parent in parents:
+            # fields of the text may stand at the top level
+            if parent in node or not names & node.keys():
+                node = node.setdefault(parent, {})
+        for alias in sorted(names & node.keys()) or [name]:
+            entries = node.get(alias)
+            if isinstance(entries, list) and not isinstance(value, list):
+                before = getattr(holder, name)
+                node[alias] = [value if item == before else item for item in entries]
+            else:
+                node[alias] = value
     return config
-
-
-def _drop_counts_of_layers(node: dict[str, Any]) -> None:
-    """Drop the counts of single layers, which the output has none of."""
-    layers = node.pop(PER_LAYER, None)
-    for number, entries in layers.items() if isinstance(layers, dict) else ():
-        kept = {name: value for name, value in entries.items() if name not in COUNTS}
-        if kept:
-            node.setdefault(PER_LAYER, {})[number] = kept
 
 
 def changed_fields(before: Fields, after: Fields, prefix: str = "") -> dict[str, Any]:
@@ -273,7 +211,34 @@ def config_with(
             quantization.pop("moe_sparsity_config", None)  # the base's list of counts
             if packs_nothing(quantization):
                 del node["quantization_config"]
-    return _with_heads(config, architecture.config, heads)
+    wrong = {path: count for path, count in _announcing(config) if count != heads}
+    known = dict[str, int]()
+    for path in wrong:
+        with suppress(AttributeError):
+            attrgetter(path)(architecture.config)
+            known[path] = heads
+    if known:
+        # a field stays where the stock model has other tensors without it
+        tensors = build_meta(architecture.config).state_dict().keys()
+        if build_meta(with_fields(architecture.config, known)).state_dict().keys() != tensors:
+            return config, []
+    for path, count in wrong.items():
+        *parents, name = path.split(".")
+        node = reduce(getitem, parents, config)
+        node[name] = heads
+        layers = node.get("num_hidden_layers")
+        all_layers = layers + count if isinstance(layers, int) else None
+        for key, entries in node.items():  # lists of layers may go on with those of the heads
+            if isinstance(entries, list) and len(entries) == all_layers:
+                node[key] = entries[: len(entries) - count + heads]
+        if heads:
+            logger.warning(
+                "config.json says %s %d, and %d are stored, which the output says",
+                path,
+                count,
+                heads,
+            )
+    return config, [] if heads else list(wrong)
 
 
 def output_config(

@@ -98,11 +98,12 @@ def aligned_experts(experts: Any, groups: Sequence[Group]) -> ExpertsView:
         for member in group.members:
             if group.head not in (None, member):
                 orders[member] = matching(experts, group.head, member)
-
-    def in_order(name: str, expert: int, value: Tensor) -> Tensor:
-        return reordered(experts, name, value, orders[expert]) if expert in orders else value
-
-    return ExpertsView(experts, in_order)
+    return ExpertsView(
+        experts,
+        lambda name, expert, value: (
+            reordered(experts, name, value, orders[expert]) if expert in orders else value
+        ),
+    )
 
 
 @torch.no_grad()
@@ -135,26 +136,6 @@ def cut_router(name: str, value: Tensor, dim: int, layer: MoeLayer, plan: LayerP
     return distinct_rows(rows, dim, count) if is_divided else rows
 
 
-def _aligned_layer(experts: Any, layer: MoeLayer, plan: LayerPlan) -> Parameters:
-    """Return the cut tensors [N, ...] of an experts module by state-dict key.
-
-    One merged expert at a time is in float32.
-    """
-    cut = Parameters()
-    for name in parameter_names(experts):
-        cut[name] = torch.empty_like(getattr(experts, name)[: len(plan.groups)])
-    for slot, group in enumerate(plan.groups):
-        if group.untouched:
-            parameters = expert_parameters(experts, group.members[0])
-        else:
-            parameters = merged_parameters(experts, group)
-        for name, value in parameters.items():
-            cut[name][slot] = value
-            if not group.untouched:
-                refuse_overflow(f"{layer.name}.{name}", cut[name][slot])
-    return {f"{layer.name}.{name}": value for name, value in cut.items()}
-
-
 @torch.no_grad()
 def cut_layers(
     model: Any, layers: Sequence[MoeLayer], plans: Mapping[str, LayerPlan]
@@ -166,7 +147,21 @@ def cut_layers(
     for layer in layers:
         plan = plans[layer.name]
         if any(group.aligned for group in plan.groups):
-            cut.update(_aligned_layer(model.get_submodule(layer.name), layer, plan))
+            # one merged expert at a time is in float32
+            experts = model.get_submodule(layer.name)
+            for name in parameter_names(experts):
+                rows = getattr(experts, name)[: len(plan.groups)]
+                cut[f"{layer.name}.{name}"] = torch.empty_like(rows)
+            for slot, group in enumerate(plan.groups):
+                if group.untouched:
+                    parameters = expert_parameters(experts, group.members[0])
+                else:
+                    parameters = merged_parameters(experts, group)
+                for name, value in parameters.items():
+                    key = f"{layer.name}.{name}"
+                    cut[key][slot] = value
+                    if not group.untouched:
+                        refuse_overflow(key, cut[key][slot])
         for tensor in layer.tensors:
             key = tensor.key
             dim = tensor.dim

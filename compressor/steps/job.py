@@ -89,19 +89,17 @@ def carried_files(folder: Path) -> dict[str, bytes | Path]:
     None is hidden, and no config names code, which stays behind. Raises `CompressionError` naming a
     file that is a link out of the folder."""
     refuse_links(folder)
-    files: dict[str, bytes | Path] = {
-        path.name: path for path in _visible(folder) if CARRIED.fullmatch(path.name)
-    }
+    files: dict[str, bytes | Path] = {}
+    for path in sorted(folder.glob("[!.]*")):
+        if path.is_file() and CARRIED.fullmatch(path.name):
+            files[path.name] = path
     for path in naming_code(folder):
         if path.name in files:
             files[path.name] = json_bytes(without_code(read_object(path)))
-    for path in _visible(folder / TEMPLATES):
-        files[f"{TEMPLATES}/{path.name}"] = path
+    for path in sorted((folder / TEMPLATES).glob("[!.]*")):
+        if path.is_file():
+            files[f"{TEMPLATES}/{path.name}"] = path
     return files
-
-
-def _visible(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.glob("[!.]*")) if path.is_file()]
 
 
 def files_with(model: OpenModel, config: Mapping[str, Any]) -> dict[str, bytes | Path]:
@@ -136,8 +134,7 @@ def output_size(
         return Size.of(model.stored_parts.cut(model, even_plan(model, experts)))
     if not model.is_split and not changed:
         return stored_with(model.checkpoint.tensors, model.layout, experts)
-    small = build_meta(model.architecture.with_experts(experts), stored_partial(model).dtype)
-    conversion = Conversion(model.partial, model.architecture, small)
+    conversion = conversion_of(model, stored_partial(model), experts)
     return Size.of(conversion.outputs(("", *model.architecture.decoder_layers)))
 
 

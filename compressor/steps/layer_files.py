@@ -54,12 +54,6 @@ class LayerFiles(CutFiles, LayerVisitor):
         """The model in the dtype that is written."""
         return stored_partial(self.model)
 
-    @cached_property
-    def through(self) -> bool:
-        """True if all layers are made through the model; a plan for which this is otherwise stops
-        the writing."""
-        return through_model(self.model.layout, ExpertPlan(0, ()), self.refitted)
-
     def file(self, decoder_layer: str) -> Path:
         """Return the file of a decoder layer."""
         return self.target / f"{decoder_layer}.safetensors"
@@ -122,13 +116,14 @@ class LayerFiles(CutFiles, LayerVisitor):
         }
         behind = self.model.partial.device.type != "cpu"
         views = self.model.checkpoint.read_all(roles) if behind and not self.refitted else {}
-        # then all layers have to be written otherwise
-        if through_model(layout, plan, self.refitted) != self.through:
+        through = through_model(layout, plan, self.refitted)
+        # layers are written like those that mix nothing; if one cannot be, all are made anew
+        if through != through_model(layout, ExpertPlan(0, ()), self.refitted):
             self.is_stopped = True
             self.writer.flush()
             shutil.rmtree(self.target, ignore_errors=True)
             return
-        if self.through:
+        if through:
             own = own_outputs(self.model, self.partial, plan, roles)
             conversion = replace(self._conversion(plan.experts), own=own)
             outputs = conversion.outputs([decoder_layer])

@@ -8,8 +8,10 @@ from typing import Any, Generic, Self, TypeVar
 
 import torch
 
+from compressor.checkpoint.reader import INDEX_NAME
 from compressor.data.batches import Calibration, TextBatches
 from compressor.data.sources import TextPart
+from compressor.distributed import ranks
 from compressor.divergence.evaluator import Evaluator
 from compressor.divergence.teacher_outputs import Distributions, read_base
 from compressor.document.blocks import Block
@@ -21,7 +23,7 @@ from compressor.recipe.step import StepOptions
 from compressor.recipe.steps_plan import Decision, Plan
 from compressor.steps.job import OutputSize, make_job, untouched
 from compressor.steps.tensors import OutputJob
-from compressor.steps.workdir import LayerWriter, Workdir, is_written
+from compressor.steps.workdir import LayerWriter, Workdir
 
 # The run's text (None), with a part for each step that needs one, and texts of single steps, by
 # number in the run.
@@ -263,8 +265,9 @@ class State:
 
     @property
     def is_written(self) -> bool:
-        """True if the step's checkpoint is complete, as an earlier run may have left it."""
-        return self.run.work is not None and is_written(self.folder)
+        """True if the step's checkpoint is complete, as an earlier run may have left it: its index
+        is written last."""
+        return self.run.work is not None and ranks().broadcast((self.folder / INDEX_NAME).exists)
 
     def kept(self, name: str) -> Path:
         """Return the path of work that a resumed run need not repeat."""

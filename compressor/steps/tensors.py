@@ -123,7 +123,7 @@ def mixed(name: str, members: Weighted) -> Tensor:
         raise CompressionError(
             f"tensor {name!r}: all coefficients of a group are zero; give it a positive one"
         )
-    if _is_picked(members):
+    if len(members) == 1 and members[0][1] == 1:
         return members[0][0]
     row = mix(members).to(reduce(torch.promote_types, [member.dtype for member, _ in members]))
     if not is_finite(row) and not all(is_finite(member) for member, _ in members):
@@ -168,15 +168,14 @@ def plan_outputs(
         info = checkpoint.tensors[name]
         if role.kind == "plain" or layer_plan is None:
             outputs.append(OutputTensor.copy(checkpoint, name, role.decoder_layer))
-        elif role.kind == "table":
-            content = partial(_remapped, checkpoint, info, layer_plan)
-            outputs.append(OutputTensor(name, info.dtype, info.shape, role.decoder_layer, content))
-        elif role.kind == "fused":
-            for group in layer_plan.groups:
-                _refuse_mixing([info], weighted_members(group, role.is_router))
-            before = info.shape[: role.dim]
-            shape = (*before, len(layer_plan.groups) + role.extra, *info.shape[role.dim + 1 :])
-            content = partial(_fused, checkpoint, info, role, layer_plan)
+        elif role.kind in ("table", "fused"):
+            shape = info.shape
+            if role.kind == "fused":
+                for group in layer_plan.groups:
+                    _refuse_mixing([info], weighted_members(group, role.is_router))
+                count = len(layer_plan.groups) + role.extra
+                shape = (*shape[: role.dim], count, *shape[role.dim + 1 :])
+            content = partial(_of_all_experts, checkpoint, info, role, layer_plan)
             outputs.append(
                 OutputTensor(name, info.dtype, shape, role.decoder_layer, content, info.density)
             )
@@ -211,27 +210,27 @@ def expert_slots(
                 for member, share in weighted_members(group, role.is_router)
             ]
             stored = [(names[expert], share) for expert, share in members if expert in names]
-            if stored or not members:
-                yield (
-                    names.get(slot) or _renumbered(stored[0][0], members[0][0], slot),
-                    role,
-                    group,
-                    stored,
+            if not stored and members:
+                continue
+            name = names.get(slot, "")
+            if not name:  # the name of another expert with its number
+                words = stored[0][0].split(".")
+                expert = members[0][0]
+                *_, place = (
+                    place
+                    for place, word in enumerate(words)
+                    if word.isdecimal() and int(word) == expert
                 )
-
-
-def _renumbered(name: str, expert: int, slot: int) -> str:
-    """Return the name that an expert's tensor gets with another number."""
-    parts = name.split(".")
-    places = [place for place, part in enumerate(parts) if part.isdecimal() and int(part) == expert]
-    parts[places[-1]] = str(slot)
-    return ".".join(parts)
+                words[place] = str(slot)
+                name = ".".join(words)
+            yield name, role, group, stored
 
 
 def _refuse_mixing(infos: Iterable[TensorInfo], members: Sequence[tuple[object, float]]) -> None:
     """Refuse to average stored tensors that are not plain numbers."""
+    is_picked = len(members) == 1 and members[0][1] == 1
     for info in infos:
-        if not (info.is_plain or _is_picked(members)):
+        if not info.is_plain and not is_picked:
             raise CompressionError(
                 f"tensor {info.name!r} is stored as {info.dtype}, which cannot be averaged; "
                 "merging needs a plain dtype"
@@ -247,19 +246,11 @@ def widest(infos: Iterable[TensorInfo]) -> str:
     return DTYPE_NAMES[reduce(torch.promote_types, [TORCH_DTYPES[name] for name in names])]
 
 
-def _is_picked(members: Sequence[tuple[object, float]]) -> bool:
-    return len(members) == 1 and members[0][1] == 1.0
-
-
 def stored_decoder_layer(outputs: Iterable[OutputTensor], decoder_layer: str) -> Named:
     """Return the names and bytes of a decoder layer's tensors that have their own contents."""
     for output in outputs:
         if output.decoder_layer == decoder_layer and output.content is not None:
             yield output.name, output.content()
-
-
-def _remapped(checkpoint: Checkpoint, info: TensorInfo, plan: LayerPlan) -> Iterator[Piece]:
-    yield tensor_bytes_view(remap_table(checkpoint.read(info.name), plan.remap()))
 
 
 def _mixed(
@@ -271,13 +262,16 @@ def _mixed(
     yield tensor_bytes_view(mixed(name, rows))
 
 
-def _fused(
+def _of_all_experts(
     checkpoint: Checkpoint, info: TensorInfo, role: Role, plan: LayerPlan
 ) -> Iterator[Piece]:
-    """Yield the bytes of a tensor of all experts: row by row, or at once where rows lie scattered
-    or are compared."""
+    """Yield the bytes of a tensor of all experts: row by row, or at once where it is a table of
+    them, or rows lie scattered or are compared."""
     dim = role.dim
     value = checkpoint.read(info.name)
+    if role.kind == "table":
+        yield tensor_bytes_view(remap_table(value, plan.remap()))
+        return
     apart = role.is_router and len(plan.groups) < plan.experts
     # small tensors such as biases [1, E] or gates [H, E]
     if apart or math.prod(info.shape[:dim]) > 1:

@@ -108,11 +108,6 @@ class Workdir:
             content = {"key": self.key, "date": self.date, "steps": list(self.steps.items())}
             write_whole(self.folder / JOURNAL, json.dumps(content))
 
-    def drop(self, checkpoint: Path) -> None:
-        """Remove a checkpoint that a later one has replaced."""
-        if ranks().is_first:
-            shutil.rmtree(checkpoint, ignore_errors=True)
-
     def kept(self, number: int, name: str) -> Path:
         """Return the path of work of step `number` that a resumed run need not repeat."""
         return self.folder / "kept" / f"{number}-{name}"
@@ -173,11 +168,6 @@ def check_space(out: Path, nbytes: int) -> None:
         raise CompressionError(f"the output needs {sizes}; free some space or write elsewhere")
 
 
-def is_written(checkpoint: Path) -> bool:
-    """Return True if all files of a checkpoint are there: its index is written last."""
-    return bool(ranks().broadcast((checkpoint / INDEX_NAME).exists))
-
-
 def write_checkpoint(job: OutputJob, folder: Path, steps: Sequence[str], advance: Advance) -> None:
     """Write the files of a job that are not there yet; processes take turns. `steps` label those
     that make them."""
@@ -192,7 +182,7 @@ def write_checkpoint(job: OutputJob, folder: Path, steps: Sequence[str], advance
         for number, (decoder_layer, file) in enumerate(files.items()):
             done = made_by(folder / file)
             is_done = done is not None and done[: len(steps)] == tuple(steps)
-            if ranks().takes_turn(number) and not is_done:
+            if number % ranks().size == ranks().rank and not is_done:
                 outputs = [
                     output for output in job.outputs if output.decoder_layer == decoder_layer
                 ]
@@ -232,7 +222,17 @@ def assemble(checkpoint: Path, output: Path, max_shard_bytes: int | None) -> Non
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir()
     stored = Checkpoint(checkpoint)
-    shard_files = _shard_files(stored, max_shard_bytes)
+    # the tensors of each file, in the order of the checkpoint's; one may be larger than a file
+    parts = []
+    sizes = []
+    for name in dict.fromkeys(info.file for info in stored.tensors.values()):
+        infos = [*read_header(checkpoint / name).values()]
+        for numbers in shards([info.nbytes for info in infos], max_shard_bytes or math.inf):
+            parts.append([infos[number] for number in numbers])
+            sizes.append(sum(infos[number].nbytes for number in numbers))
+    shard_files = []
+    for numbers in shards(sizes, max_shard_bytes or MAX_SHARD_BYTES, SMALL):
+        shard_files.append([info for number in numbers for info in parts[number]])
     file_of = dict[TensorInfo | OutputTensor, str]()
     with LayerWriter() as writer:
         for number, infos in enumerate(shard_files, start=1):
@@ -258,24 +258,6 @@ def assemble(checkpoint: Path, output: Path, max_shard_bytes: int | None) -> Non
     for path in checkpoint.rglob("*"):
         if path.is_file() and path.suffix != ".safetensors" and path.name != INDEX_NAME:
             write_file(output / path.relative_to(checkpoint), path.read_bytes())
-
-
-def _shard_files(stored: Checkpoint, max_shard_bytes: int | None) -> list[list[TensorInfo]]:
-    """Return the tensors of each file of the output, in the order of a checkpoint's files.
-
-    One tensor may be larger than a file.
-    """
-    parts = []
-    sizes = []
-    for name in dict.fromkeys(info.file for info in stored.tensors.values()):
-        infos = [*read_header(stored.folder / name).values()]
-        for numbers in shards([info.nbytes for info in infos], max_shard_bytes or math.inf):
-            parts.append([infos[number] for number in numbers])
-            sizes.append(sum(infos[number].nbytes for number in numbers))
-    groups = []
-    for numbers in shards(sizes, max_shard_bytes or MAX_SHARD_BYTES, SMALL):
-        groups.append([info for number in numbers for info in parts[number]])
-    return groups
 
 
 def write_file(path: Path, content: bytes) -> None:

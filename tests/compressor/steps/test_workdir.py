@@ -83,7 +83,7 @@ def write(job: OutputJob, out: Path, overwrite: bool = False, key: str = "one", 
         workdir.check_space(out, sum(output.nbytes for output in job.outputs))
         work.resume(key)
         stage = work.checkpoint(0)
-        if not workdir.is_written(stage):
+        if not (stage / workdir.INDEX_NAME).exists():
             workdir.write_checkpoint(job, stage, STEPS, lambda detail: None)
         workdir.assemble(stage, work.output, shard_bytes)
         job.verify(work.output)
