@@ -82,7 +82,7 @@ def order_of(energy: Tensor, parts: int, block: int = 1) -> Tensor:
     """
     blocks = energy.unflatten(1, (-1, block)).sum(-1)
     falling = blocks.argsort(dim=1, descending=True, stable=True)
-    order = order_of_parts(parts_of_neurons(falling, parts))
+    order = parts_of_neurons(falling, parts).argsort(dim=1, stable=True).int()
     return (block * order[..., None] + torch.arange(block, dtype=torch.int32)).flatten(1)
 
 
@@ -93,12 +93,6 @@ def parts_of_neurons(order: Tensor, parts: int) -> Tensor:
     return torch.empty_like(order, dtype=torch.int32).scatter_(
         1, order.long(), run.int().expand_as(order)
     )
-
-
-def order_of_parts(parts: Tensor) -> Tensor:
-    """The order of neurons that puts them into these parts, those of a part ascending: [E, I] ->
-    [E, I] int32."""
-    return parts.argsort(dim=1, stable=True).int()
 
 
 def seen_as(model: OpenModel, parts: int, top_k: int | None = None) -> OpenModel:
@@ -256,8 +250,9 @@ def with_neuron_order(model: OpenModel, orders: Tensors, facts: Mapping[str, Any
 
     `facts` join the plan's entry.
     """
-    assert isinstance(model.partial, SplitModel) and model.whole is not None
-    factors = model.partial.factors
+    seen = model.partial
+    assert isinstance(seen, SplitModel) and model.whole is not None
+    factors = seen.factors
     parts = factors.parts
     entry = shapes(model.whole, parts)
     if model.stored_parts:
@@ -271,7 +266,8 @@ def with_neuron_order(model: OpenModel, orders: Tensors, facts: Mapping[str, Any
         **facts,
         "neurons": neurons,
     }
-    return replace(model, partial=model.partial.ordered(orders), split=entry)
+    ordered = SplitModel(seen.stored, seen.layers.values(), seen.config, factors, orders)
+    return replace(model, partial=ordered, split=entry)
 
 
 def as_decided(model: OpenModel, split: Mapping[str, Any] | None, top_k: int | None) -> OpenModel:
@@ -293,7 +289,7 @@ def as_decided(model: OpenModel, split: Mapping[str, Any] | None, top_k: int | N
         neurons = unpacked(
             split["neurons"].get(layer.name), layer.experts, width, parts, layer.name
         )
-        orders[layer.name] = order_of_parts(neurons)
+        orders[layer.name] = neurons.argsort(dim=1, stable=True).int()
     facts = {name: split[name] for name in ("calibration", "why") if name in split}
     return with_neuron_order(view, orders, facts)
 
