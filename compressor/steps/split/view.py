@@ -203,8 +203,15 @@ def partitioned(
     weights alone.
 
     Where a quantised checkpoint's bytes can be cut, neurons stay in whole blocks, unless experts
-    will be `changed`."""
-    model = cut_as_stored(model, changed)
+    will be `changed`; a warning says why they do not."""
+    if model.layout.quantized and (changed or not model.stored_parts):
+        reason = "what changes experts needs one" if changed else model.cached[PLAIN]
+        logger.warning(
+            "%s is stored quantised; its parts are written in a plain dtype: %s",
+            model.source.label,
+            reason,
+        )
+        model = replace(model, stored_parts=None)
     assert model.whole is not None
     whole = model.whole
     parts = model.architecture.layers[0].parts
@@ -227,22 +234,6 @@ def shapes(whole: OpenModel, parts: int) -> dict[str, Any]:
     """Return the parts of each expert, and what they change in the config, as it is stored."""
     served = served_model(whole)
     return {"parts": parts, "experts": served.experts, "top_k": served.top_k, "width": served.width}
-
-
-def cut_as_stored(model: OpenModel, changed: bool) -> OpenModel:
-    """Return the split model.
-
-    Where its parts cannot be cut from a quantised checkpoint as it is, a warning says why.
-    """
-    if not model.layout.quantized or (model.stored_parts and not changed):
-        return model
-    reason = "what changes experts needs one" if changed else model.cached[PLAIN]
-    logger.warning(
-        "%s is stored quantised; its parts are written in a plain dtype: %s",
-        model.source.label,
-        reason,
-    )
-    return replace(model, stored_parts=None)
 
 
 def with_neuron_order(model: OpenModel, orders: Tensors, facts: Mapping[str, Any]) -> OpenModel:
