@@ -62,8 +62,7 @@ def cut_case(
     plan = drops(architecture)[layer.name]
     rows = zoo.tokens(stock, sequences + sequences // 2, seed=1)
     counts = torch.randint(1, heaviest + 1, rows.shape, generator=torch.Generator().manual_seed(2)).float()
-    recording = Recording(layer, 0, {1}, counts.split(sequences) if heaviest > 1 else ())
-    recording.attach(stock)
+    recording = Recording(stock, layer, 0, {1}, counts.split(sequences) if heaviest > 1 else ())
     behind = stock.get_submodule(layer.decoder_layer).register_forward_hook(
         lambda _, __, output: recording.on_layer_output(hidden_of(output))
     )

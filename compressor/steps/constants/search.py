@@ -287,7 +287,7 @@ class _Search:
         """Return divisions in which the layers that cost least give `step` more, those that cost
         most as many fewer."""
         best = self.best
-        base = self.kl(self.best)
+        base = self.kl(best)
         changes = []
         for position, order in enumerate(self.orders):
             for change in (step, -step):

@@ -207,26 +207,36 @@ class ConstantsStep(Step[Constants]):
         What is measured and refitted waits in the work folder, as the finished output is compared
         with it."""
         model = state.model
-        roles = state.model.layout.roles
         plan = state.expert_plan
         dropped = {layer.module: layer.constants for layer in plan.layers}
         planned = substitutes_of(dropped, _measured(state))
         layers = [layer for layer in model.architecture.layers if layer.name in planned]
         files = None
-        if not self.options.correct.wanted:
+        if self.options.correct.wanted:
+            files = CutFiles(state.kept("layers"))
+            if not state.is_written:
+                assert state.text is not None
+                given = state.text.fit, state.progress, state.seed, self.options.correct, files
+                with state.run.clock.phase("correct"):
+                    refitted = refit(model, planned, *given)
+                decided = []
+                for decision in plan.layers:
+                    if decision.module in refitted:
+                        correction = refitted[decision.module].figures["correction"]
+                        figures = {**decision.figures, "correction": correction}
+                        decision = replace(decision, figures=figures)
+                    decided.append(decision)
+                plan = replace(plan, layers=tuple(decided))
+                state.run.record(state.number, decision=plan)
+            written = refitted_substitution(model, plan.layers, files)
+        else:
             stored = pick_dtype("auto", model.config, model.checkpoint)
             planned = {
                 name: replace(constants, values=constants.values.to(stored))
                 for name, constants in planned.items()
             }
             written = Substitution(constants=planned)
-        else:
-            files = CutFiles(state.kept("layers"))
-            if not state.is_written:
-                plan = self._refit(state, plan, planned, files)
-            written = refitted_substitution(model, plan.layers, files)
         kept = kept_job(model, plan)
-        copies = kept.outputs
         added = []
         for layer in layers:
             prefixes = expert_prefixes(model.layout, layer)
@@ -237,58 +247,14 @@ class ConstantsStep(Step[Constants]):
                 added.append(
                     replace(tensor_output(name, value, layer.decoder_layer), content=content)
                 )
-        outputs = in_order_of(model.architecture.decoder_layers, [*copies, *added])
-
-        def produce(decoder_layer: str) -> Named:
-            of_layer = [output for output in copies if output.decoder_layer == decoder_layer]
-            if files is not None:
-                changed = {
-                    output.name for output in of_layer if roles[output.name].layer in planned
-                }
-                yield from (
-                    _refitted(model, planned, files, decoder_layer, of_layer, changed)
-                    if changed
-                    else ()
-                )
-                of_layer = [output for output in of_layer if output.name not in changed]
-            yield from stored_decoder_layer([*of_layer, *added], decoder_layer)
-
-        def verify(folder: Path) -> None:
-            written_tensors = {
-                (name, info.dtype, info.shape) for name, info in Checkpoint(folder).tensors.items()
-            }
-            expected = {(output.name, output.dtype, output.shape) for output in outputs}
-            differing = written_tensors ^ expected
-            if differing:
-                raise CompressionError(
-                    f"the written tensor {min(differing)[0]!r} is not as planned; please report "
-                    "this model"
-                )
-            check_carried(folder, model.source.folder)
-            check_forward(folder, model, written)
-
+        outputs = in_order_of(model.architecture.decoder_layers, [*kept.outputs, *added])
         return replace(
-            kept, outputs=tuple(outputs), produce=produce, verify=verify, reads_kept=True
+            kept,
+            outputs=tuple(outputs),
+            produce=partial(_produced, model, planned, files, kept.outputs, added),
+            verify=partial(_verify, model, outputs, written),
+            reads_kept=True,
         )
-
-    def _refit(
-        self, state: State, plan: ExpertPlan, planned: ConstantsByLayer, files: CutFiles
-    ) -> ExpertPlan:
-        """Refit into the files; return the plan with its figures."""
-        assert state.text is not None
-        given = state.text.fit, state.progress, state.seed, self.options.correct, files
-        with state.run.clock.phase("correct"):
-            refitted = refit(state.model, planned, *given)
-        layers = []
-        for layer in plan.layers:
-            if layer.module in refitted:
-                correction = refitted[layer.module].figures["correction"]
-                figures = {**layer.figures, "correction": correction}
-                layer = replace(layer, figures=figures)
-            layers.append(layer)
-        plan = replace(plan, layers=tuple(layers))
-        state.run.record(state.number, decision=plan)
-        return plan
 
 
 def kept_job(model: OpenModel, plan: ExpertPlan) -> OutputJob:
@@ -324,38 +290,47 @@ def _measured(state: State) -> dict[str, LayerConstants]:
     return measure(state.model, state.text.fit, state.progress, state.seed, kept)
 
 
-def _refitted(
+def _produced(
     model: OpenModel,
     planned: ConstantsByLayer,
-    files: CutFiles,
-    decoder_layer: str,
+    files: CutFiles | None,
     copies: Sequence[OutputTensor],
-    wanted: set[str],
+    added: Sequence[OutputTensor],
+    decoder_layer: str,
 ) -> Named:
-    """Yield a decoder layer's refitted tensors by their stored names, experts back at their own
-    numbers."""
-    stored = stored_partial(model)
+    """Yield a decoder layer's tensors by their stored names: refitted ones, experts back at their
+    own numbers, then copies and constants."""
+    copies = [output for output in copies if output.decoder_layer == decoder_layer]
+    wanted = set[str]()
+    if files is not None:
+        roles = model.layout.roles
+        wanted = {output.name for output in copies if roles[output.name].layer in planned}
+    if files is not None and wanted:
+        stored = stored_partial(model)
 
-    def change(layer: MoeLayer) -> dict[str, Tensor]:
-        if layer.name not in planned:
-            return {}
-        tensors = files.tensors(layer)
-        del tensors[constants_key(layer)]
-        kept = [
-            expert for expert in range(layer.experts) if expert not in planned[layer.name].dropped
-        ]
-        for key, value in tensors.items():
-            if key.startswith(f"{layer.name}."):
-                tensors[key] = value.new_zeros(layer.experts, *value.shape[1:])
-                tensors[key][kept] = value
-            refuse_overflow(key, value.to(stored.dtype))
-        return tensors
+        def change(layer: MoeLayer) -> dict[str, Tensor]:
+            if layer.name not in planned:
+                return {}
+            tensors = files.tensors(layer)
+            del tensors[constants_key(layer)]
+            dropped = planned[layer.name].dropped
+            kept = [expert for expert in range(layer.experts) if expert not in dropped]
+            for key, value in tensors.items():
+                if key.startswith(f"{layer.name}."):
+                    tensors[key] = value.new_zeros(layer.experts, *value.shape[1:])
+                    tensors[key][kept] = value
+                refuse_overflow(key, value.to(stored.dtype))
+            return tensors
 
-    own = {output.name: output for output in copies if output.dtype != DTYPE_NAMES[stored.dtype]}
-    conversion = Conversion(stored, model.architecture, stored.model, own, model.partial.dtype)
-    for name, content in conversion.produce(change, decoder_layer):
-        if name in wanted:
-            yield name, content
+        own = {
+            output.name: output for output in copies if output.dtype != DTYPE_NAMES[stored.dtype]
+        }
+        conversion = Conversion(stored, model.architecture, stored.model, own, model.partial.dtype)
+        for name, content in conversion.produce(change, decoder_layer):
+            if name in wanted:
+                yield name, content
+    copies = [output for output in copies if output.name not in wanted]
+    yield from stored_decoder_layer([*copies, *added], decoder_layer)
 
 
 def refuse_model(model: OpenModel) -> None:
@@ -405,8 +380,18 @@ def read_constants(
     )
 
 
-def check_forward(folder: Path, source: OpenModel, substitution: Substitution) -> None:
-    """Refuse a written checkpoint that does not compute what this variant of the source does."""
+def _verify(
+    source: OpenModel, outputs: Sequence[OutputTensor], substitution: Substitution, folder: Path
+) -> None:
+    """Refuse a written checkpoint that has other tensors than the outputs, or does not compute what
+    this variant of the source does."""
+    stored = {(name, info.dtype, info.shape) for name, info in Checkpoint(folder).tensors.items()}
+    differing = stored ^ {(output.name, output.dtype, output.shape) for output in outputs}
+    if differing:
+        raise CompressionError(
+            f"the written tensor {min(differing)[0]!r} is not as planned; please report this model"
+        )
+    check_carried(folder, source.source.folder)
     tokens = torch.arange(CHECKED)[None] * 7919 % source.vocabulary
     written, constants = read_constants(folder, source.dtype_name, str(source.partial.device))
     everywhere = torch.ones(tokens.shape, dtype=torch.bool)

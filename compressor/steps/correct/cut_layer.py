@@ -82,13 +82,15 @@ class Recording:
 
     def __init__(
         self,
+        model: Any,
         layer: MoeLayer,
         expected: int,
         heldout: Collection[int] = (),
         emphasis: Sequence[Tensor] = (),
         sources: Sequence[int] = (),
     ) -> None:
-        """Prepare for `expected` tokens; `heldout` are numbers of batches.
+        """Record what the layer of the `model` computes from now on; `heldout` are numbers of
+        batches.
 
         `emphasis` has weights [B, L] of the batches' tokens; none if all count alike. `sources` are
         those of the batches, none if they are not told apart."""
@@ -107,14 +109,10 @@ class Recording:
         self._taken = 0  # tokens of this batch
         self._hooks = ExitStack()
         self._rows_out = 0  # rows whose batch has left the decoder layer
-
-    def attach(self, model: Any) -> None:
-        block = model.get_submodule(self.layer.block)
+        block = model.get_submodule(layer.block)
         named = chain(block.named_parameters(), block.named_buffers())
         self._block_tensors = {id(value): name for name, value in named}
-        hooks = moe_hooks(
-            model, self.layer, on_router=self._router_ran, on_output=self._experts_ran
-        )
+        hooks = moe_hooks(model, layer, on_router=self._router_ran, on_output=self._experts_ran)
         self._hooks.enter_context(hooks)
 
     def detach(self) -> None:
@@ -133,7 +131,16 @@ class Recording:
         call = as_arguments(*self._call)
         self._call = None
         if not self.arguments:
-            self.arguments = [self._describe(keyword, value, hidden) for keyword, value in call]
+            for keyword, value in call:
+                argument = _Argument(keyword, key=self._block_tensors.get(id(value)))
+                if argument.key is None:
+                    argument.dim = token_dim(value, len(hidden))
+                    if argument.dim is None:
+                        argument.plain = value
+                    # one that is the experts' own input is not recorded once more
+                    elif value.data_ptr() != hidden.data_ptr() or value.numel() != hidden.numel():
+                        argument.rows = Rows(self.expected)
+                self.arguments.append(argument)
         for argument, (_, value) in zip(self.arguments, call, strict=True):
             if argument.rows is not None:
                 argument.rows.append(value if argument.dim == 0 else value.flatten(0, 1))
@@ -146,17 +153,6 @@ class Recording:
         self._outputs.append(output)
         self._weights.append(weights)
         self.numbers.append(torch.full((len(hidden),), self._batch))
-
-    def _describe(self, keyword: str | None, value: Any, hidden: Tensor) -> _Argument:
-        """Return how an argument of the router is recorded; one that is the experts' own input is
-        not, once more."""
-        if id(value) in self._block_tensors:
-            return _Argument(keyword, key=self._block_tensors[id(value)])
-        dim = token_dim(value, len(hidden))
-        if dim is None:
-            return _Argument(keyword, plain=value)
-        same = value.data_ptr() == hidden.data_ptr() and value.numel() == hidden.numel()
-        return _Argument(keyword, dim, None if same else Rows(self.expected))
 
     def on_layer_output(self, hidden: Tensor, shift: Tensor | None = None) -> None:
         """Take the hidden states [B, L, H] behind the decoder layer, and a `shift`, alike, to add
@@ -269,8 +265,16 @@ class CutLayer:
             for name, value in expert_parameters(experts).items()
         }
         self.count = len(self.parameters["down_proj"])
+        # the median over all ranks' tokens of weighted ||y||^2; the mean where most are 0
+        energies = torch.zeros(len(recording.outputs))
+        for rows in torch.arange(len(energies)).split(CHUNK):
+            energies[rows] = recording.outputs[rows].float().square().sum(-1).cpu()
+        all_energies = torch.cat(ranks().all_gather(energies * recording.weights.cpu()))
+        typical = 1.0
+        if len(all_energies):
+            typical = float(all_energies.median()) or float(all_energies.mean()) or 1.0
         # of the tokens' weights
-        self.weight_scale = float(1.0 / torch.tensor(_typical_energy(recording)))
+        self.weight_scale = float(1.0 / torch.tensor(typical))
         sources = 1 + int(recording.sources.max()) if len(recording.sources) else 1
         self.source_weights = torch.ones(sources, dtype=torch.float64)  # of mean 1
 
@@ -314,13 +318,10 @@ class CutLayer:
 
         1 / ||h||^2, h the hidden state behind the layer, over the median of that times ||y||^2;
         times what tokens are emphasised by, and the weights of their sources."""
-        weights = self._unbalanced_weights(rows)
+        weights = picked(self.recording.weights, rows).float() * self.weight_scale
         if len(self.source_weights) > 1:
             weights = weights * self.source_weights[self.recording.sources_of(rows)].to(weights)
         return weights
-
-    def _unbalanced_weights(self, rows: Tensor) -> Tensor:
-        return picked(self.recording.weights, rows).float() * self.weight_scale
 
     def gap(self, rows: Tensor, targets: Tensor) -> Tensor:
         """Return the targets there minus the smaller layer's output, computed at once and with
@@ -389,7 +390,7 @@ class CutLayer:
         sums = torch.zeros(len(self.source_weights), 2, dtype=torch.float64)
         for chunk in self.recording.chunks(rows):  # of a batch, which has one source
             targets = self.targets(chunk)
-            weights = as_float64(self._unbalanced_weights(chunk))
+            weights = as_float64(picked(self.recording.weights, chunk).float() * self.weight_scale)
             sums = sums.to(weights.device)
             energies = [
                 as_float64(value).square().sum(-1) for value in (self.gap(chunk, targets), targets)
@@ -408,15 +409,3 @@ class CutLayer:
         if len(self.source_weights) > 1:
             errors = self.errors(self.recording.positions(heldout=True))
             self.source_weights = rebalanced(self.source_weights, errors)
-
-
-def _typical_energy(recording: Recording) -> float:
-    """Return the median over all ranks' tokens of weighted ||y||^2; the mean where most are 0, 1
-    where all are."""
-    energies = torch.zeros(len(recording.outputs))
-    for rows in torch.arange(len(energies)).split(CHUNK):
-        energies[rows] = recording.outputs[rows].float().square().sum(-1).cpu()
-    all_energies = torch.cat(ranks().all_gather(energies * recording.weights.cpu()))
-    if not len(all_energies):
-        return 1.0
-    return float(all_energies.median()) or float(all_energies.mean()) or 1.0

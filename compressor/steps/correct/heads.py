@@ -4,7 +4,7 @@ actual input."""
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -19,7 +19,6 @@ from compressor.model.mtp import (
     find_heads,
     fitting_heads,
     mtp_stages,
-    names_of,
 )
 from compressor.model.opened import OpenModel, open_alike
 from compressor.model.streaming import LayerVisitor
@@ -63,22 +62,6 @@ def chosen_heads(model: OpenModel, choice: str | None, experts: int) -> tuple[He
     return heads
 
 
-def mtp_choice(model: OpenModel, heads: Sequence[Head]) -> Literal["keep", "drop"] | None:
-    """Return a plan's entry on a model's heads; None if it has none that are understood."""
-    if heads:
-        return "keep"
-    try:
-        return "drop" if names_of(model) else None
-    except CompressionError:
-        return None
-
-
-def evaluated_batches(calibration: Calibration) -> frozenset[int]:
-    """Return the batches that acceptance is measured on: those held out, or the last one where none
-    is."""
-    return calibration.heldout or frozenset({len(calibration.batches) - 1})
-
-
 def acceptance_of(
     plan: ExpertPlan,
     heads: Sequence[Head],
@@ -100,7 +83,9 @@ def acceptance_of(
     if calibration is None or not heads:
         return acceptance
     acceptance = {head.named.name: acceptance.get(head.named.name, {}) for head in heads}
-    batches = [calibration.batches[number] for number in sorted(evaluated_batches(calibration))]
+    # what is held out, or the last batch where nothing is
+    evaluated = calibration.heldout or {len(calibration.batches) - 1}
+    batches = [calibration.batches[number] for number in sorted(evaluated)]
 
     def measure(when: str, measured: OpenModel, its_heads: Sequence[Head]) -> None:
         for head, agreed in zip(heads, acceptances(measured, its_heads, batches), strict=True):
@@ -141,21 +126,19 @@ def statistics_with_heads(
         yield from collect(model, needs, calibration, progress, seed, None, along, finishing)
         for head in heads:
             for stats in collect(head.model, needs, None, progress, seed):
-                yield _named(stats, head)
+                yield replace(stats, layer=head.named)
         return
-    stages = mtp_stages(model, heads, calibration.batches, evaluated_batches(calibration))
+    evaluated = calibration.heldout or frozenset({len(calibration.batches) - 1})
+    stages = mtp_stages(model, heads, calibration.batches, evaluated)
     for mtp_stage in stages:
         passing = replace(calibration, batches=mtp_stage.batches)
-        visitors = along if mtp_stage.head is None else ()
+        named = None if mtp_stage.head is None else mtp_stage.head.named
+        visitors = along if named is None else ()
         with mtp_stage.hooked():
             for stats in collect(
                 mtp_stage.model, needs, passing, progress, seed, mtp_stage, visitors
             ):
-                yield stats if mtp_stage.head is None else _named(stats, mtp_stage.head)
-        if mtp_stage.head is not None:
+                yield stats if named is None else replace(stats, layer=named)
+        if named is not None:
             every_rank = ranks().all_reduce(agreement(stages[0], mtp_stage))
-            accepted[mtp_stage.head.named.name] = _figure(every_rank, "before", calibration)
-
-
-def _named(stats: LayerStatistics, head: Head) -> LayerStatistics:
-    return replace(stats, layer=head.named)
+            accepted[named.name] = _figure(every_rank, "before", calibration)

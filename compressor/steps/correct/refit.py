@@ -20,7 +20,7 @@ from compressor.progress import SILENT, Progress
 from compressor.steps.correct.cut_layer import CutLayer, Recording, RefittedConstants
 from compressor.steps.correct.options import NONE, Correct
 from compressor.steps.correct.ridge import refit_constants, refit_down
-from compressor.steps.correct.tuning import computing_dtype, tune
+from compressor.steps.correct.tuning import tune
 
 MOST_RATE = 0.03
 ROUNDS = 3  # of ridge with weights of sources, after the one without
@@ -157,7 +157,11 @@ def correct_layer(
             if name == "tune":
                 # large steps only disturb a layer that is close
                 rate = min(correction.rate * guard.best, MOST_RATE)
-                dtype = computing_dtype(correction.precision, recording.inputs.device)
+                # auto is bfloat16 where tensor cores take it
+                is_narrow = correction.precision == "bfloat16"
+                if correction.precision == "auto" and recording.inputs.device.type == "cuda":
+                    is_narrow = torch.cuda.is_bf16_supported(including_emulation=False)
+                dtype = torch.bfloat16 if is_narrow else torch.float32
                 progress.start(f"tune {layer.name}", correction.steps)
                 tune(
                     cut,

@@ -11,6 +11,7 @@ is. Constants that stand for experts: the same with their gate weights as phi.""
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -27,21 +28,6 @@ TOKENS = 32_768  # fitted on at most
 SWEEPS = 2  # over the blocks, where there are several
 PENALTIES = (1e-3, 1e-2, 1e-1, 1.0)  # times the normal matrix's mean diagonal
 CONSTANT_PENALTIES = (1e-6, *PENALTIES)
-
-
-def neuron_blocks(experts: int, neurons: int, width: int) -> list[tuple[range, slice]]:
-    """Return the experts and their neurons in blocks of at most `width` neurons, in order.
-
-    A block is of whole experts, or a part of one that is wider: activations are computed anew for
-    each block."""
-    if neurons > width:
-        parts = [slice(begin, min(begin + width, neurons)) for begin in range(0, neurons, width)]
-        return [(range(expert, expert + 1), part) for expert in range(experts) for part in parts]
-    count = width // neurons
-    return [
-        (range(first, min(first + count, experts)), slice(0, neurons))
-        for first in range(0, experts, count)
-    ]
 
 
 @dataclass(slots=True)
@@ -83,12 +69,6 @@ class _Block:
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
-    def width(self) -> int:
-        """Columns of the features: the neurons of the first expert, then those of the next."""
-        count: int = self.neurons.stop - self.neurons.start
-        return len(self.experts) * count
-
-    @property
     def down(self) -> Tensor:
         """The neurons' rows of the experts' down projections: a view [experts, neurons, H]."""
         down = self.layer.parameters["down_proj"][self.experts.start : self.experts.stop]
@@ -124,14 +104,10 @@ class _Block:
         phi.index_put_((positions[choices.tokens], choices.experts), active, accumulate=True)
         return reached, phi.flatten(1)
 
-    def subtract(self, change: Tensor) -> None:
-        """Subtract the output of the change from the tokens' residual."""
-        for residual, reached, phi in self.features():
-            residual[reached] -= phi @ change.to(phi.device)
-
     def normal(self) -> tuple[Tensor, Tensor]:
         """Return phi^T phi [D, D] and phi^T r [D, H] in float64, over the tokens of all ranks."""
-        width = self.width
+        # of the features: the neurons of the first expert, then those of the next
+        width = len(self.experts) * (self.neurons.stop - self.neurons.start)
         hidden = self.down.shape[-1]  # a rank may have recorded nothing
         sums = torch.zeros(
             width, width + hidden, dtype=torch.float64, device=float64_device(self.down.device)
@@ -198,7 +174,15 @@ def refit_down(layer: CutLayer, fit_rows: Tensor, heldout_rows: Tensor) -> None:
     nbytes = sum(value.nbytes for value in layer.parameters.values())
     # so many neurons that the matrices of a block take no more than a quarter of the layer
     width = min(MOST_BLOCK, max(LEAST_BLOCK, math.isqrt(nbytes // (4 * 8 * MATRICES))))
-    blocks = neuron_blocks(layer.count, width_of(layer.experts), width)
+    # a block is of whole experts, or a part of one that is wider: activations are computed anew for
+    # each block
+    neurons = width_of(layer.experts)
+    together = max(1, width // neurons)
+    blocks = list[tuple[range, slice]]()
+    for first in range(0, layer.count, together):
+        experts = range(first, min(first + together, layer.count))
+        for begin in range(0, neurons, width):
+            blocks.append((experts, slice(begin, min(begin + width, neurons))))
     if len(blocks) > 1:  # one alone has nothing to see of others
         blocks = blocks * SWEEPS
     penalties: Sequence[float] = PENALTIES
@@ -211,8 +195,8 @@ def refit_down(layer: CutLayer, fit_rows: Tensor, heldout_rows: Tensor) -> None:
         change = solution[0]
         penalties = solution[1:]
         if number < len(blocks):  # no other block asks what is left after the last
-            fitted.subtract(change)
-            held.subtract(change)
+            for residual, reached, phi in chain(fitted.features(), held.features()):
+                residual[reached] -= phi @ change.to(phi.device)
         fitted.down.add_(change.to(fitted.down.device).view_as(fitted.down))
 
 

@@ -138,13 +138,21 @@ class _InOrder(LayerVisitor):
             layers = [layer for layer in layers if layer.name in constants]
         if not layers:
             return
-        if self.base_stream is not None:
-            self.base_stream.pass_layer(replay)
+        base = self.base_stream
+        if base is not None:
+            base.pass_early(replay, range(base.count, 2 * base.count))
         self.early.pass_early(replay, self.base_batches)
-        tensors = self._finished(layers)
-        if tensors is None:
+        files = self.files
+        stored = list[LayerPlan | None]()
+        if files is not None:
+            stored = ranks().broadcast(lambda: [files.plan(layer) for layer in layers])
+        plans = [plan for plan in stored if plan is not None]
+        if files is None or len(plans) < len(layers):
             tensors = self._compress(decoder_layer, layers, replay)
         else:
+            # an earlier run has finished all of them
+            self.plans |= {plan.module: plan for plan in plans}
+            tensors = _tensors_in(files, self.model.partial.device, layers)
             if self.cut_batches:
                 cut = cut_layers(self.model.partial.model, layers, self.plans)
                 self.early.pass_early(
@@ -162,18 +170,6 @@ class _InOrder(LayerVisitor):
     def on_layer_end(self, decoder_layer: str) -> None:
         self.smaller.release()
 
-    def _finished(self, layers: Sequence[MoeLayer]) -> Tensors | None:
-        """Return what an earlier run has made of these layers, if it has finished all of them."""
-        files = self.files
-        if files is None:
-            return None
-        stored = ranks().broadcast(lambda: [files.plan(layer) for layer in layers])
-        plans = [plan for plan in stored if plan is not None]
-        if len(plans) < len(layers):
-            return None
-        self.plans |= {plan.module: plan for plan in plans}
-        return _tensors_in(files, self.model.partial.device, layers)
-
     def _compress(self, decoder_layer: str, layers: Sequence[MoeLayer], replay: Replay) -> Tensors:
         """Plan, cut and correct the loaded layers, and keep them; returns their constants, if they
         have any, by key."""
@@ -187,8 +183,29 @@ class _InOrder(LayerVisitor):
         constants = dict[str, Tensor]()
         for layer in layers[: len(recordings)]:
             give_back()
-            # freed before the layer is written
-            constants |= self._correct(layer, recordings.pop(0))
+            writing = pick_dtype("auto", self.model.config, self.model.checkpoint)
+            plan = self.plans[layer.name]
+            refitted = None
+            if self.work.constants is not None:
+                values = self.work.constants[layer.name].values
+                wide = values.to(self.model.partial.device, torch.float32, copy=True)
+                kept = [group.members[0] for group in plan.groups]
+                slots = torch.tensor([*kept, *plan.constants], device=wide.device).argsort()
+                refitted = RefittedConstants(wide, wide.to(writing, copy=True), slots)
+                constants[constants_key(layer)] = refitted.best
+            figures = correct_layer(
+                self.smaller.model,
+                layer,
+                recordings.pop(0),  # freed before the layer is written
+                self.work.correction,
+                self.work.seed,
+                writing,
+                refitted,
+                self.progress,
+            )
+            if self.base_stream is not None and self.base_stream.share:
+                figures["toward"] = self.base_stream.share
+            self.plans[layer.name] = replace(plan, figures={**plan.figures, "correction": figures})
         give_back()
         state = {**self.smaller.model.state_dict(), **constants}
         if self.files is not None and ranks().is_first:
@@ -216,9 +233,13 @@ class _InOrder(LayerVisitor):
             if work.measure or work.correction.wanted:
                 sources = calibration.sources if work.correction.balances else ()
                 recording = Recording(
-                    layer, calibration.tokens, calibration.heldout, calibration.emphasis, sources
+                    self.model.partial.model,
+                    layer,
+                    calibration.tokens,
+                    calibration.heldout,
+                    calibration.emphasis,
+                    sources,
                 )
-                recording.attach(self.model.partial.model)
                 recordings.append(recording)
         self.active = [*collectors, *recordings]
         if self.active:
@@ -231,31 +252,6 @@ class _InOrder(LayerVisitor):
         for layer, measured in zip(layers, statistics, strict=True):
             self.plans[layer.name] = work.decide(measured)
         return recordings
-
-    def _correct(self, layer: MoeLayer, recording: Recording) -> Tensors:
-        """Correct a layer in the smaller model; returns its constants, if it has any, by key."""
-        writing = pick_dtype("auto", self.model.config, self.model.checkpoint)
-        plan = self.plans[layer.name]
-        constants = None
-        if self.work.constants is not None:
-            values = self.work.constants[layer.name].values
-            wide = values.to(self.model.partial.device, torch.float32, copy=True)
-            slots = torch.tensor([*_kept(plan), *plan.constants], device=wide.device).argsort()
-            constants = RefittedConstants(wide, wide.to(writing, copy=True), slots)
-        figures = correct_layer(
-            self.smaller.model,
-            layer,
-            recording,
-            self.work.correction,
-            self.work.seed,
-            writing,
-            constants,
-            self.progress,
-        )
-        if self.base_stream is not None and self.base_stream.share:
-            figures["toward"] = self.base_stream.share
-        self.plans[layer.name] = replace(plan, figures={**plan.figures, "correction": figures})
-        return {} if constants is None else {constants_key(layer): constants.best}
 
     def _fill(self, decoder_layer: str, layers: Sequence[MoeLayer], tensors: Tensors) -> Forward:
         layer_forward = self.smaller.fill(decoder_layer, tensors)
@@ -285,10 +281,6 @@ def constants_key(layer: MoeLayer) -> str:
     return f"{layer.name}{SUFFIX}"
 
 
-def _kept(plan: LayerPlan) -> list[int]:
-    return [group.members[0] for group in plan.groups]
-
-
 def refitted_constants(
     layers: Sequence[MoeLayer], plans: Mapping[str, LayerPlan], tensors: Tensors
 ) -> dict[str, Substitutes]:
@@ -297,7 +289,7 @@ def refitted_constants(
     for layer in layers:
         if constants_key(layer) in tensors:
             plan = plans[layer.name]
-            rows = {expert: row for row, expert in enumerate(_kept(plan))}
+            rows = {group.members[0]: row for row, group in enumerate(plan.groups)}
             constants[layer.name] = Substitutes(plan.constants, tensors[constants_key(layer)], rows)
     return constants
 
@@ -458,7 +450,32 @@ def correct(
             layers = compress_sequentially(
                 model, work, calibration, progress, files, probe, heads=heads
             )
-    return replace(plan, layers=_better(model, layers, files))
+    undoing: Difference | None = ranks().broadcast(lambda: read_difference(files))
+    if undoing is None or not undoing.accepted:
+        return replace(plan, layers=layers)
+    # undoing all corrections is a gain: the files are to hold plain cuts
+    reason = (
+        f"on held-out text the whole model is {undoing.before:.4g} nats per token from its base "
+        "with the corrections, "
+        f"and {undoing.after:.4g} without (standard error {undoing.standard_error:.2g})"
+    )
+    undone = {}
+    for layer in layers:
+        figures = dict(layer.figures.get("correction") or {})
+        if "heldout_error_before" in figures:  # errors stay as they were measured
+            figures["heldout_error"] = figures["heldout_error_before"]
+        figures |= {"kept": "none", "reason": reason}
+        undone[layer.module] = replace(layer, figures={**layer.figures, "correction": figures})
+    for decoder_layer, inside in layers_by_decoder_layer(model.architecture.layers).items():
+        if ranks().is_first and any(files.plan(moe) != undone[moe.name] for moe in inside):
+            model.partial.load(model.partial.keys_under(decoder_layer))
+            cut = cut_layers(model.partial.model, inside, undone)
+            for moe in inside:
+                files.save(undone[moe.name], moe, {key: cut[key] for key in cut_keys(moe)})
+            model.partial.release(decoder_layer)
+    files.flush()
+    ranks().barrier()  # until all layers are saved
+    return replace(plan, layers=tuple(undone.values()))
 
 
 @contextmanager
@@ -483,38 +500,6 @@ def comparing(
         undoing = Difference.of(probe.figures[CORRECTED].kl, probe.figures[UNDONE].kl)
     if ranks().is_first:
         write_whole(files.folder / EVALUATED, json.dumps(asdict(undoing)))
-
-
-def _better(
-    model: OpenModel, plans: tuple[LayerPlan, ...], files: CutFiles
-) -> tuple[LayerPlan, ...]:
-    """Return the plans of all layers in `files`; where undoing the corrections is a gain, the files
-    hold plain cuts."""
-    undoing: Difference | None = ranks().broadcast(lambda: read_difference(files))
-    if undoing is None or not undoing.accepted:
-        return plans
-    reason = (
-        f"on held-out text the whole model is {undoing.before:.4g} nats per token from its base "
-        "with the corrections, "
-        f"and {undoing.after:.4g} without (standard error {undoing.standard_error:.2g})"
-    )
-    undone = {}
-    for plan in plans:
-        figures = dict(plan.figures.get("correction") or {})
-        if "heldout_error_before" in figures:  # errors stay as they were measured
-            figures["heldout_error"] = figures["heldout_error_before"]
-        figures |= {"kept": "none", "reason": reason}
-        undone[plan.module] = replace(plan, figures={**plan.figures, "correction": figures})
-    for decoder_layer, layers in layers_by_decoder_layer(model.architecture.layers).items():
-        if ranks().is_first and any(files.plan(layer) != undone[layer.name] for layer in layers):
-            model.partial.load(model.partial.keys_under(decoder_layer))
-            cut = cut_layers(model.partial.model, layers, undone)
-            for layer in layers:
-                files.save(undone[layer.name], layer, {key: cut[key] for key in cut_keys(layer)})
-            model.partial.release(decoder_layer)
-    files.flush()
-    ranks().barrier()  # until all layers are saved
-    return tuple(undone[plan.module] for plan in plans)
 
 
 def read_difference(files: CutFiles) -> Difference | None:

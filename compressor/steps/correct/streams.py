@@ -68,10 +68,6 @@ class BaseStream(EarlyBatches):
         self.factor = 1.0  # of an expert's output, where it joins the hidden states
         self.share = 0.0  # of the way that the loaded layer goes
 
-    def pass_layer(self, replay: Replay) -> None:
-        """Have all batches pass the loaded layer as it is."""
-        self.pass_early(replay, range(self.count, 2 * self.count))
-
     def on_layer_output(self, output: Any) -> None:
         self.last = hidden_of(output)
         super().on_layer_output(output)

@@ -13,6 +13,7 @@ n tokens of a step, K top-k, H hidden, N experts.
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -73,25 +74,13 @@ class Adafactor:
         shaped = [
             gradient.view_as(value) for gradient, value in zip(gradients, self.values, strict=True)
         ]
-        updates = self._preconditioned(shaped, [decays[owner] for owner in self.owner_of])
-        roots = [math.sqrt(size) for size in self.sizes]
-        sizes = [vector_norm(value, dim=(1, 2), keepdim=True) for value in self.values]
-        torch._foreach_maximum_(sizes, [LEAST_SIZE * root for root in roots])
-        torch._foreach_mul_(sizes, [rates[owner] for owner in self.owner_of])
-        norms = [vector_norm(update, dim=(1, 2), keepdim=True) for update in updates]
-        torch._foreach_maximum_(norms, roots)
-        torch._foreach_div_(sizes, norms)
-        torch._foreach_addcmul_(self.values, updates, sizes, value=-1)
-
-    def _preconditioned(self, gradients: list[Tensor], decays: Sequence[Tensor]) -> list[Tensor]:
-        """Update the averages of the squared gradients [N, O, I], and return the gradients over
-        their roots."""
+        # the averages of the squared gradients are updated, and gradients divided by their roots
         sums = []
         weights = []
-        for gradient, decay, is_matrix in zip(gradients, decays, self.is_matrix, strict=True):
+        for gradient, owner, is_matrix in zip(shaped, self.owner_of, self.is_matrix, strict=True):
             sums += [vector_norm(gradient, dim=-1, keepdim=True)] * is_matrix
             sums.append(vector_norm(gradient, dim=-2, keepdim=True))
-            weights += [decay] * (1 + is_matrix)
+            weights += [decays[owner]] * (1 + is_matrix)
         torch._foreach_pow_(sums, 2)
         torch._foreach_lerp_(self.averages, sums, weights)
         averages = iter(self.averages)
@@ -105,8 +94,15 @@ class Adafactor:
             updates.append((rows * next(averages)).div_(whole))
         torch._foreach_clamp_min_(updates, EPSILON**2)
         torch._foreach_rsqrt_(updates)
-        torch._foreach_mul_(updates, gradients)
-        return updates
+        torch._foreach_mul_(updates, shaped)
+        roots = [math.sqrt(size) for size in self.sizes]
+        sizes = [vector_norm(value, dim=(1, 2), keepdim=True) for value in self.values]
+        torch._foreach_maximum_(sizes, [LEAST_SIZE * root for root in roots])
+        torch._foreach_mul_(sizes, [rates[owner] for owner in self.owner_of])
+        norms = [vector_norm(update, dim=(1, 2), keepdim=True) for update in updates]
+        torch._foreach_maximum_(norms, roots)
+        torch._foreach_div_(sizes, norms)
+        torch._foreach_addcmul_(self.values, updates, sizes, value=-1)
 
 
 # of a group by number; which experts are reached [N, 1, 1], if any is
@@ -154,29 +150,6 @@ def descend(
         step(number, [reached[group], reached.amax(0, keepdim=True)])
 
 
-def computing_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of products for `auto` or a dtype's name: bfloat16 where tensor cores take
-    it, else float32."""
-    if precision != "auto":
-        return torch.bfloat16 if precision == "bfloat16" else torch.float32
-    has_tensor_cores = device.type == "cuda" and torch.cuda.is_bf16_supported(
-        including_emulation=False
-    )
-    return torch.bfloat16 if has_tensor_cores else torch.float32
-
-
-def _steps(count: int, steps: int, tokens: int, seed: int) -> list[Tensor]:
-    """Return the places of each step's tokens: passes over `count` shuffled ones, without a
-    remainder's short step."""
-    generator = torch.Generator().manual_seed(seed)
-    size = min(tokens, count)
-    chosen = list[Tensor]()
-    while len(chosen) < steps:
-        order = torch.randperm(count, generator=generator)
-        chosen += order[: count - count % size].split(size)
-    return chosen[:steps]
-
-
 @torch.enable_grad()
 def tune(
     layer: CutLayer,
@@ -210,7 +183,14 @@ def tune(
         optimizers.append(
             Adafactor([leaf.data for leaf in own], [leaf.data[None] for leaf in shared])
         )
-    chosen = torch.stack(_steps(count, steps, tokens, seed))
+    # the places of each step's tokens: passes over shuffled ones, without a remainder's short step
+    generator = torch.Generator().manual_seed(seed)
+    size = min(tokens, count)
+    passes = list[Tensor]()
+    while len(passes) < steps:
+        order = torch.randperm(count, generator=generator)
+        passes += order[: count - count % size].split(size)
+    chosen = torch.stack(passes[:steps])
     table = row_at[chosen]
     is_own = table >= 0
     own_rows = table[is_own].to(layer.recording.inputs.device).split(is_own.sum(1).tolist())
@@ -218,7 +198,11 @@ def tune(
         now = rate * 0.5 * (1 + math.cos(math.pi * number / steps))
 
         def step(group: int, reached: list[Tensor], now: float = now) -> None:
-            gradients = [_taken(leaf) for leaves in owned[group] for leaf in leaves]
+            gradients = []
+            for leaf in chain(*owned[group]):
+                gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                leaf.grad = None
+                gradients.append(ranks().all_reduce(gradient))
             optimizers[group].step(now, reached, gradients)
 
         if number % every == 0:
@@ -227,10 +211,3 @@ def tune(
         progress.advance("step")
     for value in router:
         value.requires_grad_(False)
-
-
-def _taken(leaf: Tensor) -> Tensor:
-    """Take the gradient of a leaf away from it: the sum of all ranks'."""
-    gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-    leaf.grad = None
-    return ranks().all_reduce(gradient)

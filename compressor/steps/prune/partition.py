@@ -141,13 +141,20 @@ def is_least(distances: Tensor, labels: Tensor, count: int) -> bool:
 
 def search_labels(distances: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Good labels for many experts, the first found among equals: [E, E] -> [E]."""
-
-    def cheapest(candidates: list[Tensor]) -> Tensor:
-        return candidates[stable_argmin(labels_cost(distances, labels) for labels in candidates)]
-
-    starts = [_merge_by_sums(distances, count)]
+    # the two groups with the least sum of distances are merged until `count` are left
+    experts = distances.shape[0]
+    links = distances.clone().fill_diagonal_(torch.inf)
+    merged = torch.arange(experts)
+    for _ in range(experts - count):
+        keep, gone = sorted(divmod(int(links.argmin()), experts))
+        links[keep] = links[:, keep] = links[keep] + links[gone]
+        links[gone] = links[:, gone] = links[keep, keep] = torch.inf
+        merged[merged == gone] = keep
+    own = (merged == torch.arange(experts)).nonzero().flatten()
+    starts = [torch.searchsorted(own, merged)]
     starts += [agglomerate(distances, count, linkage) for linkage in ("average", "complete")]
-    best = cheapest([_descend(distances, start, count) for start in starts])
+    tried = [_descend(distances, start, count) for start in starts]
+    best = tried[stable_argmin(labels_cost(distances, labels) for labels in tried)]
     if is_least(distances, best, count):
         return best
     nearest = distances.argsort(dim=1, stable=True)[:, :KICKED_EXPERTS]
@@ -155,7 +162,8 @@ def search_labels(distances: Tensor, count: int, generator: torch.Generator) -> 
         kicked = nearest[int(torch.randint(len(nearest), (1,), generator=generator))]
         shuffled = kicked[torch.randperm(len(kicked), generator=generator)]
         start = best.index_copy(0, kicked, best[shuffled])
-        best = cheapest([best, _descend(distances, start, count)])
+        tried = [best, _descend(distances, start, count)]
+        best = tried[stable_argmin(labels_cost(distances, labels) for labels in tried)]
     return best
 
 
@@ -173,20 +181,6 @@ def agglomerate(distances: Tensor, count: int, linkage: Literal["average", "comp
     labels = clustering.fit_predict(distances.numpy()).tolist()
     order = list(dict.fromkeys(labels))
     return torch.tensor([order.index(label) for label in labels])
-
-
-def _merge_by_sums(distances: Tensor, count: int) -> Tensor:
-    """Merge the two groups with the least sum of distances until `count` are left: [E, E] ->
-    [E]."""
-    experts = distances.shape[0]
-    links = distances.clone().fill_diagonal_(torch.inf)
-    labels = torch.arange(experts)
-    for _ in range(experts - count):
-        keep, gone = sorted(divmod(int(links.argmin()), experts))
-        links[keep] = links[:, keep] = links[keep] + links[gone]
-        links[gone] = links[:, gone] = links[keep, keep] = torch.inf
-        labels[labels == gone] = keep
-    return torch.searchsorted((labels == torch.arange(experts)).nonzero().flatten(), labels)
 
 
 def _descend(distances: Tensor, start: Tensor, count: int) -> Tensor:

@@ -3,10 +3,10 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,12 +24,7 @@ from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan, LayerPlan, touched
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.statistics.statistics import ATTRIBUTED, LayerStatistics
-from compressor.steps.correct.heads import (
-    ACCEPTANCE,
-    chosen_heads,
-    mtp_choice,
-    statistics_with_heads,
-)
+from compressor.steps.correct.heads import ACCEPTANCE, chosen_heads, statistics_with_heads
 from compressor.steps.correct.options import Correct
 from compressor.steps.correct.sequential import (
     COMPRESSED,
@@ -216,9 +211,12 @@ class Planner:
                 experts,
                 100 * unreached / experts,
             )
-        heads = mtp_choice(model, spec.heads)
+        mtp: Literal["keep", "drop"] | None = "keep" if spec.heads else None
+        with suppress(CompressionError):  # of heads that are not understood
+            if not spec.heads and names_of(model):
+                mtp = "drop"
         return replace(
-            ExpertPlan.of(ordered), protected=listed(protected), top_k=model.top_k, mtp=heads
+            ExpertPlan.of(ordered), protected=listed(protected), top_k=model.top_k, mtp=mtp
         )
 
 
@@ -235,7 +233,17 @@ def _layer_plan(
         stats = stats.adding(rank_change=rank_changes.get(stats.layer.name, none))
     plan = spec.strategy.plan_layer(stats, spec.experts, guarded)
     if MODALITIES in stats.values:
-        plan = replace(plan, figures={**plan.figures, **_by_modality(plan, stats.modality_count)})
+        # of text and of media: the share of the choices of kept experts, and the number of experts
+        # that no token chose
+        kept = [expert for group in plan.groups for expert in group.members]
+        figures = dict(plan.figures)
+        for name, counts in zip(("text", "media"), stats.modality_count.T, strict=True):
+            total = counts.sum()
+            if name == "text" or total > 0:
+                figures[UNREACHED.format(name)] = int((counts == 0).sum())
+            if total > 0:
+                figures[f"kept_share_of_{name}"] = round(float(counts[kept].sum() / total), 6)
+        plan = replace(plan, figures=figures)
     changed = touched(plan, guarded)
     if changed:
         raise CompressionError(
@@ -244,22 +252,6 @@ def _layer_plan(
             "choose another strategy or leave out --protect"
         )
     return plan
-
-
-def _by_modality(plan: LayerPlan, counts: Tensor) -> dict[str, float | int]:
-    """Figures of text and of media, by their tokens sent to each expert [E, 2]; none of a kind
-    without tokens.
-
-    The share of the choices of kept experts, and the number of experts that no token chose.
-    """
-    kept = [expert for group in plan.groups for expert in group.members]
-    figures = dict[str, float | int]()
-    for name, of_kind in zip(("text", "media"), counts.T, strict=True):
-        if name == "text" or of_kind.sum() > 0:
-            figures[UNREACHED.format(name)] = int((of_kind == 0).sum())
-        if of_kind.sum() > 0:
-            figures[f"kept_share_of_{name}"] = round(float(of_kind[kept].sum() / of_kind.sum()), 6)
-    return figures
 
 
 def spec_of(prune: Prune, model: OpenModel, parts: int = 1) -> PruneSpec:

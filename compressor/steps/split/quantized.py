@@ -205,20 +205,13 @@ def stored_parts(whole: OpenModel, factors: Factors) -> StoredParts:
         if role.kind == "plain":
             continue
         info = whole.checkpoint.tensors[name]
-        module = whole.partial.model.get_submodule(role.layer)
-        if role.is_router or role.kind == "table":
-            readable = info.dtype in PLAIN or not role.is_router
-            cut = Cut() if readable and whole.partial.plain_keys.patterns[name] is None else None
-        elif role.kind == "expert":
-            cut = _cut_of_one(info, role, width_of(module), factors.output, suffixes)
-        else:
-            cut = _cut_of_mxfp4(info, role, module, factors)
-            if not name.endswith("_bias"):
-                blocks.add(MXFP4)
+        cut = _cut_of(whole, info, role, factors, suffixes)
         if cut is None:
             raise CompressionError(f"how {name} is stored is not known")
         cuts[name] = cut
         blocks.add(cut.neurons or 1)
+        if role.kind == "fused" and not role.is_router and not name.endswith("_bias"):
+            blocks.add(MXFP4)
         if name.endswith("_packed"):
             blocks.add(PACKED)
     block = math.lcm(*blocks)
@@ -246,10 +239,36 @@ def _block_sizes(node: Any) -> Iterator[int]:
                 yield from _block_sizes(value)
 
 
-def _cut_of_one(
-    info: TensorInfo, role: Role, width: int, factor: float, suffixes: Mapping[str, set[str]]
+def _cut_of(
+    whole: OpenModel,
+    info: TensorInfo,
+    role: Role,
+    factors: Factors,
+    suffixes: Mapping[str, set[str]],
 ) -> Cut | None:
-    """Find how to cut a tensor of one expert alone; None if its neurons' dimension is unknown."""
+    """Find how to cut a tensor; None if it is stored in no known way.
+
+    One that holds all experts has blocks [E, O, G, 16], scales [E, O, G] or biases [E, O].
+    """
+    if role.is_router or role.kind == "table":
+        readable = info.dtype in PLAIN or not role.is_router
+        return Cut() if readable and whole.partial.plain_keys.patterns[info.name] is None else None
+    module = whole.partial.model.get_submodule(role.layer)
+    width = width_of(module)
+    if role.kind == "fused":
+        matched = FUSED.fullmatch(info.name.removeprefix(info.name.rpartition(".")[0]))
+        if matched is None or role.dim or role.extra:
+            return None
+        if not module.has_gate or module.is_concatenated:
+            return None
+        projection, kind = matched.groups()
+        if projection == "gate_up":
+            return Cut(0, 1, paired=True) if info.shape[1] == 2 * width else None
+        if kind == "bias":
+            return Cut(factor=factors.output / factors.parts)
+        if info.dtype != "U8" or info.shape[2] * MXFP4 != width:
+            return None
+        return Cut(1, MXFP4, factor=factors.output if kind == "scales" else 1.0)
     family, _, suffix = role.family.rpartition("|")
     axis = int(".down_proj" in family)
     if suffix == ".weight_shape" and info.shape == (2,):
@@ -262,30 +281,14 @@ def _cut_of_one(
         return None
     if suffix == carrier and suffix in SCALES and not is_plain and info.dtype not in EXPONENTS:
         return None
-    if not axis or suffix != carrier:
-        factor = 1.0
-    elif suffix == ".weight_global_scale":
-        factor = 1 / factor
+    factor = 1.0
+    if axis and suffix == carrier:
+        factor = factors.output
+        if suffix == ".weight_global_scale":
+            factor = 1 / factor
     is_matrix = len(info.shape) == 2
     if math.prod(info.shape) == 1 or (not is_weight and is_matrix and info.shape[axis] == 1):
         return Cut(axis, factor=factor)  # the same for all neurons
     if is_matrix and width % info.shape[axis] == 0:
         return Cut(axis, width // info.shape[axis], factor=factor)
     return None
-
-
-def _cut_of_mxfp4(info: TensorInfo, role: Role, module: Any, factors: Factors) -> Cut | None:
-    """Find how to cut a tensor that holds all experts: blocks [E, O, G, 16], scales [E, O, G],
-    biases [E, O]."""
-    matched = FUSED.fullmatch(info.name.removeprefix(info.name.rpartition(".")[0]))
-    if matched is None or role.dim or role.extra or not module.has_gate or module.is_concatenated:
-        return None
-    projection, kind = matched.groups()
-    width = width_of(module)
-    if projection == "gate_up":
-        return Cut(0, 1, paired=True) if info.shape[1] == 2 * width else None
-    if kind == "bias":
-        return Cut(factor=factors.output / factors.parts)
-    if info.dtype != "U8" or info.shape[2] * MXFP4 != width:
-        return None
-    return Cut(1, MXFP4, factor=factors.output if kind == "scales" else 1.0)

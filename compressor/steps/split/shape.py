@@ -32,7 +32,8 @@ from compressor.model.architecture import (
 )
 from compressor.model.experts import ALIGNMENT, width_of
 from compressor.model.moe_layer import MoeLayer
-from compressor.steps.split.tensors import Factors, keys_beside, split_beside, split_experts
+from compressor.steps.cutting import cut_keys
+from compressor.steps.split.tensors import Factors, split_beside, split_experts
 
 TOKENS = 512
 PART = 8  # neurons of a part: enough for kernels that ask for aligned rows
@@ -59,16 +60,16 @@ def split_shape(architecture: Architecture, parts: int) -> SplitShape:
     field of the config sets the width, or the top-k, alone, and where no factors are exact."""
     config = architecture.config
     model = build_meta(config)
-    for name, width in widths(model).items():
-        if width % parts:
+    for name, neurons in widths(model).items():
+        if neurons % parts:
             row = ALIGNMENT // model.get_submodule(name).down_proj.itemsize
-            numbers = range(2, min(width, 64) + 1)
-            suitable = [str(number) for number in numbers if width % (number * row) == 0]
+            numbers = range(2, min(neurons, 64) + 1)
+            suitable = [str(number) for number in numbers if neurons % (number * row) == 0]
             remedy = f"none leaves rows of a multiple of {ALIGNMENT} bytes, so leave the split out"
             if suitable:
                 remedy = f"give one of {', '.join(suitable)}"
             raise CompressionError(
-                f"{name}: its experts' {width} neurons do not divide into {parts} equal parts; "
+                f"{name}: its experts' {neurons} neurons do not divide into {parts} equal parts; "
                 f"{remedy}"
             )
     fields = _width_fields(config, model, parts, architecture.family)
@@ -78,7 +79,22 @@ def split_shape(architecture: Architecture, parts: int) -> SplitShape:
     split_config = with_fields(config, fields)
     top_k, seen = top_k_fields(split_config, architecture, expected, lambda count: count * parts)
     fields |= top_k
-    return SplitShape(fields, seen, _factors(architecture, parts, fields, width_field))
+    width = attrgetter(width_field)(config)
+    narrow = {width_field: _each(width, lambda _: PART * parts)}
+    narrow_split = {**fields, width_field: _each(width, lambda _: PART)}
+    before = build_meta(with_fields(config, narrow), torch.float32)
+    after = build_meta(with_fields(config, narrow_split), torch.float32)
+    kinds: dict[tuple[Any, ...], MoeLayer] = {}  # layers that route alike: one of them is enough
+    for layer in reversed(architecture.layers):
+        block, router = (type(before.get_submodule(name)) for name in (layer.block, layer.router))
+        kinds[
+            block, router, layer.top_k, layer.routing_groups, layer.chosen_groups, len(layer.tables)
+        ] = layer
+    family = architecture.family
+    factors = {_factors_of_block(family, before, after, layer, parts) for layer in kinds.values()}
+    if len(factors) > 1:
+        raise CompressionError(f"{family} cannot be split: its layers do not weigh experts alike")
+    return SplitShape(fields, seen, factors.pop())
 
 
 def widths(model: nn.Module) -> dict[str, int]:
@@ -176,35 +192,28 @@ def _width_fields(config: Any, model: nn.Module, parts: int, family: str) -> Fie
 
 
 @torch.no_grad()
-def _factors(architecture: Architecture, parts: int, fields: Fields, width_field: str) -> Factors:
+def _factors_of_block(family: str, model: Any, after: Any, layer: MoeLayer, parts: int) -> Factors:
     """Return the parts' output factor: S where they share an expert's weight, 1 where not.
 
     Refuses what neither fits.
     """
-    config = architecture.config
-    width = attrgetter(width_field)(config)
-    narrow = {width_field: _each(width, lambda _: PART * parts)}
-    narrow_split = {**fields, width_field: _each(width, lambda _: PART)}
-    model = build_meta(with_fields(config, narrow), torch.float32)
-    after = build_meta(with_fields(config, narrow_split), torch.float32)
-    kinds: dict[tuple[Any, ...], MoeLayer] = {}  # layers that route alike: one of them is enough
-    for layer in reversed(architecture.layers):
-        block, router = (type(model.get_submodule(name)) for name in (layer.block, layer.router))
-        kinds[
-            block, router, layer.top_k, layer.routing_groups, layer.chosen_groups, len(layer.tables)
-        ] = layer
-    family = architecture.family
-    factors = {_factors_of_block(family, model, after, layer, parts) for layer in kinds.values()}
-    if len(factors) > 1:
-        raise CompressionError(f"{family} cannot be split: its layers do not weigh experts alike")
-    return factors.pop()
-
-
-def _factors_of_block(family: str, model: Any, after: Any, layer: MoeLayer, parts: int) -> Factors:
     generator = torch.Generator().manual_seed(0)
     inside = len(f"{layer.block}.")
     block = copy.deepcopy(model.get_submodule(layer.block)).to_empty(device="cpu")
-    _fill(block, layer, generator)
+    # random weights that give logits and outputs of about 1, and tables of random experts
+    for name, value in (*block.named_parameters(), *block.named_buffers()):
+        noise = torch.randn(value.shape, generator=generator)
+        if f"{layer.block}.{name}" in layer.tables:
+            shuffled = torch.rand(len(value), layer.experts, generator=generator).argsort(-1)
+            value.copy_(shuffled[:, : value.shape[1]])
+        elif not value.is_floating_point():
+            value.zero_()
+        elif "bias" in name.rpartition(".")[2]:
+            value.copy_(0.3 * noise)
+        elif value.dim() < 2:
+            value.copy_(1 + 0.1 * noise)
+        else:
+            value.copy_(noise / value.shape[-1] ** 0.5)
     experts = block.get_submodule(layer.name[inside:])
     state = {f"{layer.block}.{key}": value for key, value in block.state_dict().items()}
     orders = [torch.randperm(width_of(experts), generator=generator) for _ in range(layer.experts)]
@@ -216,7 +225,9 @@ def _factors_of_block(family: str, model: Any, after: Any, layer: MoeLayer, part
     for selection, output in product((1.0, 1 / parts), (float(parts), 1.0)):
         factors = Factors(parts, output, selection)
         split = {**state, **split_experts(experts, layer, torch.stack(orders), factors)}
-        split |= {key: split_beside(key, state[key], layer, factors) for key in keys_beside(layer)}
+        for key in cut_keys(layer):
+            if not key.startswith(f"{layer.name}."):
+                split[key] = split_beside(key, state[key], layer, factors)
         other = copy.deepcopy(after.get_submodule(layer.block)).to_empty(device="cpu")
         for name, value in other.named_buffers():
             whole = block.get_buffer(name)
@@ -240,23 +251,6 @@ def _factors_of_block(family: str, model: Any, after: Any, layer: MoeLayer, part
         f"{family} cannot be split exactly: the outputs of its stock block differ by {least:.1g} "
         f"of the largest{reason}"
     )
-
-
-def _fill(block: nn.Module, layer: MoeLayer, generator: torch.Generator) -> None:
-    """Random weights that give logits and outputs of about 1, and tables of random experts."""
-    for name, value in (*block.named_parameters(), *block.named_buffers()):
-        noise = torch.randn(value.shape, generator=generator)
-        if f"{layer.block}.{name}" in layer.tables:
-            shuffled = torch.rand(len(value), layer.experts, generator=generator).argsort(-1)
-            value.copy_(shuffled[:, : value.shape[1]])
-        elif not value.is_floating_point():
-            value.zero_()
-        elif "bias" in name.rpartition(".")[2]:
-            value.copy_(0.3 * noise)
-        elif value.dim() < 2:
-            value.copy_(1 + 0.1 * noise)
-        else:
-            value.copy_(noise / value.shape[-1] ** 0.5)
 
 
 def _output(block: Any, layer: MoeLayer, hidden: Tensor) -> Tensor:

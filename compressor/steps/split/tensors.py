@@ -57,12 +57,6 @@ def split_experts(experts: Any, layer: MoeLayer, order: Tensor, factors: Factors
     return {f"{layer.name}.{name}": value for name, value in split.items()}
 
 
-def keys_beside(layer: MoeLayer) -> list[str]:
-    """Keys of the tensors of a layer that count experts but lie outside them: of its router, and
-    tables of ids."""
-    return [key for key in cut_keys(layer) if not key.startswith(f"{layer.name}.")]
-
-
 @torch.no_grad()
 def split_beside(key: str, value: Tensor, layer: MoeLayer, factors: Factors) -> Tensor:
     """Return a layer's tensor beside its experts, for their parts: a router's rows and biases are
@@ -111,10 +105,6 @@ class SplitModel(PartialModel):
         """Stop keeping the stored model in memory; its parts are cut again in each pass."""
         self.stored.stream()
 
-    def ordered(self, orders: Tensors) -> "SplitModel":
-        """Return the same with the order of all neurons known, so that experts can be loaded."""
-        return SplitModel(self.stored, self.layers.values(), self.config, self.factors, orders)
-
     def computing_in(self, dtype: torch.dtype, device: torch.device) -> "SplitModel":
         """Return the same model, empty, in another dtype or on another device; itself if it is in
         both."""
@@ -133,7 +123,8 @@ class SplitModel(PartialModel):
                 of_layers.setdefault(self.owners[key].name, []).append(key)
             else:
                 plain.append(self.tied.get(key, key))
-        self._put(self._read([key for key in plain if key not in self.owners]))
+        for key, value in self._read([key for key in plain if key not in self.owners]).items():
+            set_tensor(self.model, key, value)
         for name, layer_keys in of_layers.items():
             layer = self.layers[name]
             beside = [key for key in layer_keys if not key.startswith(f"{name}.")]
@@ -143,7 +134,8 @@ class SplitModel(PartialModel):
                 module = self.stored.model.get_submodule(name)
                 experts = split_experts(module, layer, self.orders[name], self.factors)
                 self.stored.release(name)
-                self._put(experts)
+                for key, value in experts.items():
+                    set_tensor(self.model, key, value)
                 self._loaded |= experts.keys()
             for key, value in self._read(beside).items():
                 set_tensor(self.model, key, split_beside(key, value, layer, self.factors))
@@ -162,7 +154,3 @@ class SplitModel(PartialModel):
         for module in {key.rpartition(".")[0] for key in keys}:
             self.stored.release(module)
         return tensors
-
-    def _put(self, tensors: Tensors) -> None:
-        for key, value in tensors.items():
-            set_tensor(self.model, key, value)

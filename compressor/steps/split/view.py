@@ -82,7 +82,7 @@ def order_of(energy: Tensor, parts: int, block: int = 1) -> Tensor:
     """
     blocks = energy.unflatten(1, (-1, block)).sum(-1)
     falling = blocks.argsort(dim=1, descending=True, stable=True)
-    order = order_of_parts(parts_of_neurons(falling, parts))
+    order = parts_of_neurons(falling, parts).argsort(dim=1, stable=True).int()
     return (block * order[..., None] + torch.arange(block, dtype=torch.int32)).flatten(1)
 
 
@@ -93,12 +93,6 @@ def parts_of_neurons(order: Tensor, parts: int) -> Tensor:
     return torch.empty_like(order, dtype=torch.int32).scatter_(
         1, order.long(), run.int().expand_as(order)
     )
-
-
-def order_of_parts(parts: Tensor) -> Tensor:
-    """The order of neurons that puts them into these parts, those of a part ascending: [E, I] ->
-    [E, I] int32."""
-    return parts.argsort(dim=1, stable=True).int()
 
 
 def seen_as(model: OpenModel, parts: int, top_k: int | None = None) -> OpenModel:
@@ -209,8 +203,15 @@ def partitioned(
     weights alone.
 
     Where a quantised checkpoint's bytes can be cut, neurons stay in whole blocks, unless experts
-    will be `changed`."""
-    model = cut_as_stored(model, changed)
+    will be `changed`; a warning says why they do not."""
+    if model.layout.quantized and (changed or not model.stored_parts):
+        reason = "what changes experts needs one" if changed else model.cached[PLAIN]
+        logger.warning(
+            "%s is stored quantised; its parts are written in a plain dtype: %s",
+            model.source.label,
+            reason,
+        )
+        model = replace(model, stored_parts=None)
     assert model.whole is not None
     whole = model.whole
     parts = model.architecture.layers[0].parts
@@ -235,29 +236,14 @@ def shapes(whole: OpenModel, parts: int) -> dict[str, Any]:
     return {"parts": parts, "experts": served.experts, "top_k": served.top_k, "width": served.width}
 
 
-def cut_as_stored(model: OpenModel, changed: bool) -> OpenModel:
-    """Return the split model.
-
-    Where its parts cannot be cut from a quantised checkpoint as it is, a warning says why.
-    """
-    if not model.layout.quantized or (model.stored_parts and not changed):
-        return model
-    reason = "what changes experts needs one" if changed else model.cached[PLAIN]
-    logger.warning(
-        "%s is stored quantised; its parts are written in a plain dtype: %s",
-        model.source.label,
-        reason,
-    )
-    return replace(model, stored_parts=None)
-
-
 def with_neuron_order(model: OpenModel, orders: Tensors, facts: Mapping[str, Any]) -> OpenModel:
     """Return the split model with the order [E, I] of each layer's neurons, by its name.
 
     `facts` join the plan's entry.
     """
-    assert isinstance(model.partial, SplitModel) and model.whole is not None
-    factors = model.partial.factors
+    seen = model.partial
+    assert isinstance(seen, SplitModel) and model.whole is not None
+    factors = seen.factors
     parts = factors.parts
     entry = shapes(model.whole, parts)
     if model.stored_parts:
@@ -271,7 +257,8 @@ def with_neuron_order(model: OpenModel, orders: Tensors, facts: Mapping[str, Any
         **facts,
         "neurons": neurons,
     }
-    return replace(model, partial=model.partial.ordered(orders), split=entry)
+    ordered = SplitModel(seen.stored, seen.layers.values(), seen.config, factors, orders)
+    return replace(model, partial=ordered, split=entry)
 
 
 def as_decided(model: OpenModel, split: Mapping[str, Any] | None, top_k: int | None) -> OpenModel:
@@ -293,7 +280,7 @@ def as_decided(model: OpenModel, split: Mapping[str, Any] | None, top_k: int | N
         neurons = unpacked(
             split["neurons"].get(layer.name), layer.experts, width, parts, layer.name
         )
-        orders[layer.name] = order_of_parts(neurons)
+        orders[layer.name] = neurons.argsort(dim=1, stable=True).int()
     facts = {name: split[name] for name in ("calibration", "why") if name in split}
     return with_neuron_order(view, orders, facts)
 

@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 import compressor
 from compressor.checkpoint.source import locate
 from compressor.model.opened import open_model
+from compressor.progress import SILENT
 from compressor.recipe.plan import LayerPlan
 from compressor.recipe.steps_plan import Plan
-from compressor.steps.split.view import as_decided, cut_as_stored, packed, seen_as, unpacked
+from compressor.steps.split.view import as_decided, packed, partitioned, seen_as, unpacked
 from tests.support import zoo
 from tests.support.per_expert_checkpoints import save_packed
 from tests.support.plans import Decided, by_hand
@@ -190,14 +191,15 @@ def test_what_cannot_be_cut_as_stored_is_written_plain_and_said_so(
     save(tmp_path / "model")
     split = seen_as(open_model(locate(str(tmp_path / "model"))), parts)
     with caplog.at_level(logging.WARNING):
-        assert cut_as_stored(split, changed=False).stored_parts is None
+        assert partitioned(split, None, SILENT, 0, changed=False).stored_parts is None
     assert re.search(f"its parts are written in a plain dtype: {reason}", caplog.text)
 
 
 def test_experts_that_will_be_changed_are_dealt_out_freely(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_fp8(tmp_path)
     split = seen_as(open_model(locate(str(tmp_path))), 2)
-    assert cut_as_stored(split, changed=False) is split and split.stored_parts.block == 16 and not caplog.text
+    cut = partitioned(split, None, SILENT, 0, changed=False)
+    assert cut.stored_parts is split.stored_parts and cut.stored_parts.block == 16 and not caplog.text
     with caplog.at_level(logging.WARNING):
-        assert cut_as_stored(split, changed=True).stored_parts is None
+        assert partitioned(split, None, SILENT, 0, changed=True).stored_parts is None
     assert "its parts are written in a plain dtype: what changes experts needs one" in caplog.text
