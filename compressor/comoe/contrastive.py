@@ -31,12 +31,6 @@ def contrastive_loss(
     return losses.mean() if len(losses) else losses.sum()
 
 
-def information_gap(loss: float, negatives: int) -> float:
-    """Theorem 1's lower bound, log N - L in nats, of a token's gap of mutual information: activated
-    less inactive."""
-    return math.log(negatives) - loss
-
-
 def unit(vectors: Tensor) -> Tensor:
     """Normalise vectors to length 1: [..., D] -> [..., D]; zeros (of an untrained expert) get no
     gradient."""

@@ -57,7 +57,7 @@ def examples(questions: Sequence[Question]) -> list[Example]:
     return examples
 
 
-def collate(batch: Sequence[Example], pad: int = 0) -> dict[str, Tensor]:
+def collate(batch: Sequence[Example], pad: int) -> dict[str, Tensor]:
     """Return examples as a batch, padded on the right: tokens, mask and labels, [B, S] each."""
     tokens, mask = padded([example["input_ids"] for example in batch], pad)
     labels, _ = padded([example["labels"] for example in batch], IGNORED)
@@ -160,17 +160,6 @@ class ExpertUse:
         self._ranks, kept = ranks.topk(min(SAMPLED, len(ranks)), largest=False)
         self.outputs = together[kept]
 
-    def result(self, score: TaskScore, projection: Projection) -> TaskResult:
-        """Return the score with the means over tokens, and of similarity over layers."""
-        workload = self.activations / self.activations.sum(1, keepdim=True).clamp_min(1)
-        similarity = (self.cosines / self.tokens.clamp_min(1).reshape(-1, 1, 1)).mean(0)
-        return TaskResult(
-            **asdict(score),
-            workload=tuple(map(tuple, workload.tolist())),
-            similarity=tuple(map(tuple, similarity.tolist())),
-            representations=project(self.outputs, projection),
-        )
-
 
 def evaluate(
     model: Any,
@@ -197,8 +186,19 @@ def evaluate(
             uses[task].add(layers.values(), answered)
         return logits
 
-    scores = ask(model, tokenizer, items, run=run, **options)
-    return tuple(uses[score.task].result(score, projection) for score in scores)
+    results = []
+    for score in ask(model, tokenizer, items, run=run, **options):
+        use = uses[score.task]
+        workload = use.activations / use.activations.sum(1, keepdim=True).clamp_min(1)
+        similarity = (use.cosines / use.tokens.clamp_min(1).reshape(-1, 1, 1)).mean(0)
+        result = TaskResult(
+            **asdict(score),
+            workload=tuple(map(tuple, workload.tolist())),
+            similarity=tuple(map(tuple, similarity.tolist())),
+            representations=project(use.outputs, projection),
+        )
+        results.append(result)
+    return tuple(results)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ class LoraExperts(nn.Module):
         self.base = base
         self.config = config
         self.top_k = config.top_k
-        self.scaling = config.scaling
+        self.scaling = 2.0 if config.alpha is None else config.alpha / config.rank
         self.dropout = nn.Dropout(config.dropout)
         bound = 1 / math.sqrt(base.in_features)  # as `nn.Linear` and LoRA's A begin
         router = torch.empty(config.experts, base.in_features)
@@ -266,10 +266,6 @@ class AdapterFacts(NamedOptions):
     format: Literal["moe-compressor-comoe/1"] = "moe-compressor-comoe/1"
 
 
-def features(layer: nn.Linear) -> tuple[int, int]:
-    return layer.in_features, layer.out_features
-
-
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Router, A, B and, of DoRA, magnitude of every layer with experts, by state-dict key: float32,
     on the CPU."""
@@ -291,7 +287,9 @@ def write_adapters(
     experts = comoe_layers(model)
     if not experts:
         raise CompressionError("the model has no LoRA experts to save; put some in with inject")
-    layers = {name: features(layer.base) for name, layer in experts.items()}
+    layers = {}
+    for name, layer in experts.items():
+        layers[name] = (layer.base.in_features, layer.base.out_features)
     config = next(iter(experts.values())).config
     facts = AdapterFacts(config=config, layers=layers, model=label, training=training)
     content = json.dumps(facts.model_dump(mode="json"), indent=2) + "\n"
@@ -326,7 +324,9 @@ def load_adapters(model: Model, folder: str | Path) -> Model:
     facts = read_facts(Path(folder))
     config = facts.config
     trained_on = f" ({facts.model})" if facts.model else ""
-    present = {name: features(layer) for name, layer in targeted(model, config).items()}
+    present = {}
+    for name, layer in targeted(model, config).items():
+        present[name] = (layer.in_features, layer.out_features)
     shapes = dict[str, tuple[int, ...]]()
     for name in dict.fromkeys((*facts.layers, *present)):
         sizes = facts.layers.get(name), present.get(name)

@@ -45,11 +45,6 @@ class ComoeConfig(NamedOptions):
             )
         return self
 
-    @property
-    def scaling(self) -> float:
-        """The factor of the experts' sum."""
-        return 2.0 if self.alpha is None else self.alpha / self.rank
-
     def decoder_layers(self, count: int) -> set[int]:
         """Return the numbers of the layers with experts among `count` decoder layers.
 

@@ -181,9 +181,6 @@ def _parse(path: Path, stream: BinaryIO) -> Header:
         length = take(8)
         return length + take(int.from_bytes(length, "little"))
 
-    def name() -> str:
-        return element(STRING)[8:].decode("utf-8", "replace")
-
     if take(4) != MAGIC:
         raise fault("it does not begin with GGUF")
     version = number("I")
@@ -193,7 +190,7 @@ def _parse(path: Path, stream: BinaryIO) -> Header:
     value_count = number("Q")
     values = {}
     for _ in range(value_count):
-        key = name()
+        key = element(STRING)[8:].decode("utf-8", "replace")
         kind = number("I")
         if kind != ARRAY:
             values[key] = Value(kind, element(kind))
@@ -207,7 +204,7 @@ def _parse(path: Path, stream: BinaryIO) -> Header:
         values[key] = Value(kind, start + content)
     entries = []
     for _ in range(tensor_count):
-        key = name()
+        key = element(STRING)[8:].decode("utf-8", "replace")
         dimensions = number("I")
         shape = tuple(number("Q") for _ in range(dimensions))[::-1]
         kind = number("I")

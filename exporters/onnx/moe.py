@@ -119,17 +119,6 @@ def first_rows(experts: Any, value: Tensor) -> Tensor:
     return torch.stack([value[:, :half], value[:, half:]], 2).flatten(1, 2)
 
 
-def node_tensors(experts: Any) -> dict[str, Tensor]:
-    """The module's tensors as the node wants them: [E, 2I, H] or [E, I, H], [E, H, I], and the
-    biases if any."""
-    names = parameter_names(experts)  # two weights, then two biases or none
-    tensors = {name: getattr(experts, name).detach() for name in names}
-    if experts.is_transposed:
-        tensors |= {name: tensors[name].transpose(1, 2) for name in names[:2]}
-    tensors |= {name: first_rows(experts, tensors[name]) for name in names[::2]}
-    return {name: value.contiguous() for name, value in tensors.items()}
-
-
 def moe_node(experts: Any, scheme: Scheme | None = None) -> tuple[MoeNode, dict[str, Tensor]]:
     """The node of a supported module, QMoE if `round_experts` has rounded it, and its tensors by
     name.
@@ -141,9 +130,15 @@ def moe_node(experts: Any, scheme: Scheme | None = None) -> tuple[MoeNode, dict[
     are 0; outputs of the second's added rows are cut off."""
     attributes = activation(experts)
     assert attributes is not None
-    first, second, *biases = parameter_names(experts)
+    names = parameter_names(experts)  # two weights, then two biases or none
+    first, second, *biases = names
     first_bias, second_bias = biases or (None, None)
-    plain = node_tensors(experts)
+    # as the node wants them: [E, 2I, H] or [E, I, H], [E, H, I], and the biases
+    plain = {name: getattr(experts, name).detach() for name in names}
+    if experts.is_transposed:
+        plain |= {name: plain[name].transpose(1, 2) for name in (first, second)}
+    plain |= {name: first_rows(experts, plain[name]) for name in names[::2]}
+    plain = {name: value.contiguous() for name, value in plain.items()}
     if scheme is None or not hasattr(experts, SCALES):
         return MoeNode("MoE", (first, first_bias, second, second_bias), attributes), plain
     attributes |= {"expert_weight_bits": scheme.bits, "weights_prepacked": 0}
@@ -161,8 +156,8 @@ def moe_node(experts: Any, scheme: Scheme | None = None) -> tuple[MoeNode, dict[
         tensors[f"{name}_scales"] = scale if scheme.block else scale[..., 0]
     for bias, rows in zip(biases, (inner_rows, hidden), strict=False):
         tensors[bias] = nn.functional.pad(plain[bias], (0, rows))
-    names = (first, f"{first}_scales", first_bias, second, f"{second}_scales", second_bias)
-    node = MoeNode("QMoE", names, attributes, hidden)
+    inputs = (first, f"{first}_scales", first_bias, second, f"{second}_scales", second_bias)
+    node = MoeNode("QMoE", inputs, attributes, hidden)
     return node, {name: value.contiguous() for name, value in tensors.items()}
 
 
@@ -180,9 +175,9 @@ def round_experts(experts: Any, scheme: Scheme) -> None:
         old = getattr(experts, name)
         if isinstance(old, FakeTensor):
             rows = old.transpose(1, 2) if experts.is_transposed else old  # [E, outputs, inputs]
-            kept[name] = rows.new_empty(
-                *rows.shape[:2], scheme.count(rows.shape[-1]), dtype=torch.float32
-            )
+            width = rows.shape[-1]
+            count = (width + scheme.padding(width)) // (scheme.block or width)
+            kept[name] = rows.new_empty(*rows.shape[:2], count, dtype=torch.float32)
             continue
         # new memory: a loaded tensor may lie in a file that is only read
         new = torch.empty_like(old)

@@ -33,10 +33,6 @@ class Scheme:
         """Zeros that a row of this width needs to consist of whole blocks."""
         return -width % (self.block or 1)
 
-    def count(self, width: int) -> int:
-        """Scales of a row of this width."""
-        return (width + self.padding(width)) // (self.block or width)
-
     def describe(self) -> str:
         return f"{self.bits} bits per {'row' if self.block is None else f'block of {self.block}'}"
 

@@ -60,10 +60,6 @@ class Reference:
     # how far a logit moves if every layer's input does by one unit in its last place
     sensitivity: float = 0.0
 
-    @property
-    def largest(self) -> float:
-        return max(float(case.real.abs().max()) for case in self.cases)
-
 
 def random_tokens(config: Any, rows: int, length: int, seed: int) -> Tensor:
     """Ordinary token ids [rows, length], the same ones for the same seed; none to which the config

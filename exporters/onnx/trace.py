@@ -116,12 +116,6 @@ def graph_name(path: str) -> str:
     return ".".join(RENAMED.get(part, part) for part in path.split(".") if part != "layers")
 
 
-def present_name(name: str) -> str:
-    """past_key_values.3.key -> present.3.key: the output that holds a cache tensor after the new
-    tokens."""
-    return name.replace(CACHE, "present", 1)
-
-
 def _axes(path: str, one: Tensor, two: Tensor) -> dict[int, str]:
     """Return the axes in which two samples' cache tensors differ, and with what they grow."""
     batches, pasts = zip(*SAMPLES, strict=True)
@@ -246,6 +240,8 @@ def _rotation_fault(model: Any, error: BaseException) -> str | None:
 def export_graph(model: Any, inputs: TraceInputs, opset: int) -> Any:
     """The onnx_ir model of a stock model, with clean names and axes; raises `CompressionError` with
     the reason."""
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
+    from onnxscript.rewriter.pattern import RewriteRule, RewriteRuleSet
     from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
     dynamic = torch.export.Dim.AUTO
@@ -275,7 +271,15 @@ def export_graph(model: Any, inputs: TraceInputs, opset: int) -> Any:
         raise CompressionError(message) from error
     finally:
         logging.disable(logging.NOTSET)
-    divide_by_roots(program)
+    # a trace writes RMS norms as x * (1 / sqrt(v)); ONNX Runtime 1.31 fuses x / sqrt(v) into one
+    # operator
+    rule = RewriteRule(
+        lambda op, x, v: op.Mul(x, op.Reciprocal(op.Sqrt(v))),
+        lambda op, x, v: op.Div(x, op.Sqrt(v)),
+        remove_nodes=False,
+    )
+    RewriteRuleSet([rule], commute=True).apply_to_model(program)
+    RemoveUnusedNodesPass()(program)
     _rename(program, inputs.cache)
     return program
 
@@ -359,25 +363,6 @@ def quick_matching() -> Iterator[None]:
         yield
 
 
-def divide_by_roots(program: Any) -> None:
-    """Turn every x * (1 / sqrt(v)) of an onnx_ir model into x / sqrt(v), in place.
-
-    A trace writes RMS norms the first way; ONNX Runtime 1.31 fuses the second into one operator.
-    """
-    from onnx_ir.passes.common import RemoveUnusedNodesPass
-    from onnxscript.rewriter.pattern import RewriteRule, RewriteRuleSet
-
-    def product(op: Any, x: Any, v: Any) -> Any:
-        return op.Mul(x, op.Reciprocal(op.Sqrt(v)))
-
-    def quotient(op: Any, x: Any, v: Any) -> Any:
-        return op.Div(x, op.Sqrt(v))
-
-    rule = RewriteRule(product, quotient, remove_nodes=False)
-    RewriteRuleSet([rule], commute=True).apply_to_model(program)
-    RemoveUnusedNodesPass()(program)
-
-
 def _rename(program: Any, cache: Mapping[str, Mapping[int, str]]) -> None:
     """Give inputs, outputs and axes their names, and drop what a trace has noted at nodes."""
     import onnx_ir
@@ -385,10 +370,12 @@ def _rename(program: Any, cache: Mapping[str, Mapping[int, str]]) -> None:
     graph = program.graph
     for value in graph.inputs:
         value.name = graph_name(value.name.removeprefix("input."))
+    # past_key_values.3.key -> present.3.key, which holds a cache tensor after the new tokens
+    present = {name: name.replace(CACHE, "present", 1) for name in cache}
     for value in graph.outputs:
         name = graph_name(value.name.removeprefix("output."))
-        value.name = present_name(name) if name in cache else name
-    wanted = {"logits", *map(present_name, cache)}
+        value.name = present.get(name, name)
+    wanted = {"logits", *present.values()}
     for value in [value for value in graph.outputs if value.name not in wanted]:
         graph.outputs.remove(value)
     assert wanted == {value.name for value in graph.outputs}

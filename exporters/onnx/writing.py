@@ -5,7 +5,6 @@ layer at a time, while the stock model answers everything that the graph will be
 Runtime is asked; where the model does not fit into memory, the graph's weights are mapped from
 their file."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -148,11 +147,11 @@ class GraphFile:
                 self.offsets[key] = end
                 end += nbytes
         if is_external:
-            (folder / WEIGHTS).touch()
-            os.truncate(folder / WEIGHTS, end)
-            for key in self.offsets:
-                if absent_weight(self.values[key]) is None:
-                    self._write(key, self.values[key].const_value.tobytes())
+            with (folder / WEIGHTS).open("wb") as file:
+                file.truncate(end)
+                for key, offset in self.offsets.items():
+                    if absent_weight(self.values[key]) is None:
+                        put(self.values[key].const_value.tobytes(), file.fileno(), offset)
 
     def put(self, source: str, value: Tensor) -> None:
         """Take a tensor of the model, of the shape and dtype that was traced."""
@@ -167,7 +166,9 @@ class GraphFile:
             assert tuple(content.shape) == tuple(traced.shape), source
             assert content.nbytes == traced.nbytes, source
             if key in self.offsets:
-                self._write(key, content.reshape(-1).view(torch.uint8).numpy().data)
+                raw = content.reshape(-1).view(torch.uint8).numpy().data
+                with (self.folder / WEIGHTS).open("r+b") as file:
+                    put(raw, file.fileno(), self.offsets[key])
             else:
                 self.values[key].const_value = onnx_ir.tensor(content, name=key)
 
@@ -195,10 +196,6 @@ class GraphFile:
             raise CompressionError(
                 f"the exported graph is not sound ONNX: {reason_of(error)}"
             ) from error
-
-    def _write(self, key: str, content: Any) -> None:
-        with (self.folder / WEIGHTS).open("r+b") as file:
-            put(content, file.fileno(), self.offsets[key])
 
 
 def write_export(

@@ -72,22 +72,16 @@ class TrainingText:
                 alone.append(batch)
             else:
                 plain.append((batch, row))
-        together = [
-            _joined(plain[begin : begin + self.most]) for begin in range(0, len(plain), self.most)
-        ]
+        together = []
+        for begin in range(0, len(plain), self.most):
+            rows = plain[begin : begin + self.most]
+            base = {}
+            for name in rows[0][0].base.tensors:
+                base[name] = torch.stack([batch.base.tensors[name][row] for batch, row in rows])
+            tokens = torch.stack([batch.tokens[row] for batch, row in rows])
+            weights = torch.stack([batch.weights[row] for batch, row in rows])
+            together.append(Batch(tokens, Distributions(**base), weights))
         return [*together, *alone]
-
-
-def _joined(rows: Sequence[tuple[Batch, int]]) -> Batch:
-    """Return one batch of these rows of others."""
-    base = {}
-    for name in rows[0][0].base.tensors:
-        base[name] = torch.stack([batch.base.tensors[name][row] for batch, row in rows])
-    return Batch(
-        tokens=torch.stack([batch.tokens[row] for batch, row in rows]),
-        base=Distributions(**base),
-        weights=torch.stack([batch.weights[row] for batch, row in rows]),
-    )
 
 
 def training_text(

@@ -1,7 +1,6 @@
 """Options of the step `distill`: train the smaller model end to end toward its base's next-token
 distribution."""
 
-import math
 from collections.abc import Mapping
 from typing import ClassVar, Literal, Self
 
@@ -12,7 +11,6 @@ from compressor.recipe.step import DEFAULT_LENGTH, StepOptions
 # at the highest, by `train`
 RATES: Mapping[str, float] = {"experts": 1e-3, "router": 3e-3, "lora": 2e-3, "all": 1e-3}
 WARM_UP = 0.05  # of the steps, over which the rate rises; then it falls to 0 on a line
-EVALUATIONS = 8  # of held-out text, if nothing else is asked for
 
 
 class Distill(StepOptions):
@@ -68,10 +66,6 @@ class Distill(StepOptions):
         return self
 
     @property
-    def rate(self) -> float:
-        return self.learning_rate or RATES[self.train]
-
-    @property
     def optimiser(self) -> str:
         """The optimizer's name: Adam's state is twice the parameters, Adafactor's a row and a
         column of each."""
@@ -81,15 +75,12 @@ class Distill(StepOptions):
     def sequences(self) -> int:
         return self.tokens_per_step // self.sequence_length
 
-    @property
-    def every(self) -> int:
-        return self.evaluate_every or math.ceil(self.steps / EVALUATIONS)
-
     def rate_at(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0: up over the first ones, then down to
         0 on a line."""
+        highest = self.learning_rate or RATES[self.train]
         warm = max(1, round(WARM_UP * self.steps))
-        return self.rate * min((step + 1) / warm, (self.steps - step) / (self.steps - warm + 1))
+        return highest * min((step + 1) / warm, (self.steps - step) / (self.steps - warm + 1))
 
     @property
     def rewrites(self) -> bool:

@@ -42,6 +42,7 @@ from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
 FIGURES = "figures.safetensors"  # written after all new stored tensors
 STATE = "state.safetensors"
+EVALUATIONS = 8  # of held-out text, if nothing else is asked for
 DIVERGED = 2.0  # times the KL from the base before the first step
 NOT_A_NUMBER = "a loss was no number"
 APART = "the divergence from the base doubled"
@@ -131,7 +132,13 @@ class Training:
     def run(self) -> TrainingState:
         """Return all steps, or as many as there are until it ends early."""
         self.progress.start("distill", self.engine.options.steps)
-        state = self._kept()
+        # of an earlier run that was killed, if there is one
+        kept = read_metadata(self.place / STATE)
+        state = None if kept is None else read_as(TrainingState, kept)
+        for step in {state.step, state.best} - {0} if state else ():
+            files = [file_of(self.folder(step), layer) for layer in self.engine.layers]
+            if any(read_metadata(file) is None for file in files):
+                state = None  # a loss of power has cut a file short
         ranks().assert_same_on_all(state and state.step, f"training in {self.place}")
         if state is None:
             if ranks().is_first:
@@ -156,19 +163,6 @@ class Training:
     def folder(self, step: int) -> Path:
         return self.place / f"step-{step:07d}"
 
-    def _kept(self) -> TrainingState | None:
-        """Return the state of an earlier run that was killed, if there is one."""
-        figures = read_metadata(self.place / STATE)
-        if figures is None:
-            return None
-        state = read_as(TrainingState, figures)
-        for step in {state.step, state.best} - {0}:
-            for decoder_layer in self.engine.layers:
-                # cut short by a loss of power
-                if read_metadata(file_of(self.folder(step), decoder_layer)) is None:
-                    return None
-        return state
-
     def _evaluate(self, step: int, **parts: float) -> tuple[Evaluation, tuple[float, ...]]:
         """Return the figures of the model now, and the KL of each sequence; all processes measure
         together."""
@@ -189,7 +183,8 @@ class Training:
         options = engine.options
         sums = dict[str, float]()
         balance = state.balance
-        end = min(state.step + options.every, options.steps)
+        every = options.evaluate_every or math.ceil(options.steps / EVALUATIONS)
+        end = min(state.step + every, options.steps)
         for step in range(state.step, end):
             batches = self.text.of_step(step, options.sequences, engine.seed, balance)
             objective = Objective(options, batches, engine.model)

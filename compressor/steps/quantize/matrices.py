@@ -6,7 +6,6 @@ knows such, also if this checkpoint stores them fused, and otherwise as `<expert
 module>.<number>.gate_proj`, `.up_proj` and `.down_proj`."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from itertools import product
 from operator import attrgetter
@@ -15,19 +14,19 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.core_model_loading import dot_natural_key
 
-from compressor.checkpoint.quantized import dequantizer
-from compressor.errors import CompressionError
 from compressor.model.architecture import build_meta
 from compressor.model.experts import matrix_of, parameter_names
 from compressor.model.loading import KeyMap, map_keys, saved_names
 from compressor.model.moe_layer import MoeLayer, decoder_layer_of
 from compressor.model.opened import OpenModel
-from compressor.steps.quantize.scheme import Scheme
 
 EXPERTS = "experts"
 ALL = "all"
 # by servers, into one matrix
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+# the parts in a tensor of experts, by the last part of its name; in any other are gate and up
+PARTS: Mapping[str, tuple[str, ...]] = {"down_proj": ("down",), "up_proj": ("up",)}
+GATE_AND_UP = ("gate", "up")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,21 +140,6 @@ def find_matrices(model: OpenModel, targets: str) -> Matrices:
     )
 
 
-def refuse_unreadable(model: OpenModel, scheme: Scheme) -> None:
-    """Refuse a family whose quantised checkpoints transformers cannot read at all."""
-    config = deepcopy(model.architecture.config)
-    config.quantization_config = scheme.config([])
-    try:
-        quantizer = dequantizer(config)
-        assert quantizer is not None
-        quantizer.update_weight_conversions(model.partial.plain_conversions, model.partial.model)
-    except ValueError as error:
-        raise CompressionError(
-            "quantize: transformers cannot read quantised checkpoints of "
-            f"{model.architecture.family}; leave quantize out"
-        ) from error
-
-
 def expert_matrices(model: nn.Module, layers: Sequence[MoeLayer]) -> list[Matrix]:
     """Return the matrices of all routed experts of a live model, under names that need not be those
     that are stored."""
@@ -186,7 +170,7 @@ def _names_of_experts(
         converter = partial.converter_of(pattern)
         first, *others = converter.target_patterns
         targets = [key, *(key.replace(first, other) for other in others)]
-        parts = _parts_of(key)
+        parts = PARTS.get(key.rpartition(".")[2], GATE_AND_UP)
         part = parts[min(converter.source_patterns.index(pattern), len(parts) - 1)]
         experts = in_experts[key].experts
         # of a second target after the first's
@@ -196,18 +180,13 @@ def _names_of_experts(
     return stored
 
 
-def _parts_of(key: str) -> tuple[str, ...]:
-    """Return the projections that a weight of fused experts holds."""
-    return {"down_proj": ("down",), "up_proj": ("up",)}.get(key.rpartition(".")[2], ("gate", "up"))
-
-
 def _of_experts(
     model: nn.Module, in_experts: Mapping[str, MoeLayer], names: Mapping[tuple[str, int, str], str]
 ) -> Iterator[Matrix]:
     for key, layer in in_experts.items():
         module = model.get_submodule(layer.name)
         tensor = key.rpartition(".")[2]
-        for expert, part in product(range(layer.experts), _parts_of(key)):
+        for expert, part in product(range(layer.experts), PARTS.get(tensor, GATE_AND_UP)):
             rows, columns = matrix_of(module, tensor, getattr(module, tensor)[expert], part).shape
             name = names.get((key, expert, part), f"{layer.name}.{expert}.{part}_proj")
             yield Matrix(name, key, layer.decoder_layer, rows, columns, layer.name, expert, part)

@@ -61,12 +61,6 @@ class RoutedTokens:
         return rows
 
 
-def _add_products(total: Tensor, inputs: Tensor) -> None:
-    """Add X^T X of inputs [n, I] to the sum [I, I]."""
-    for chunk in inputs.float().split(CHUNK):
-        total.addmm_(chunk.T, chunk)
-
-
 def summed(hessians: Tensor, matrices: Sequence[Matrix]) -> Tensor:
     """Return the sums of all processes' Hessians [B, I, I]; raises `CompressionError` if one is not
     finite."""
@@ -96,7 +90,7 @@ class Quantizing(LayerVisitor):
         # loaded tensors may be the files' own
         for key in dict.fromkeys(matrix.key for matrix in matrices):
             set_tensor(live, key, live.get_parameter(key).detach().clone())
-        file = self.writer.kept_file(decoder_layer)
+        file = self.writer.kept / f"{decoder_layer}.safetensors"
         if read_metadata(file) is not None:
             tensors = load_tensors(file)
             for matrix in matrices:
@@ -135,7 +129,8 @@ class Quantizing(LayerVisitor):
             totals[matrix.owner] = torch.zeros(matrix.columns, matrix.columns, device=device)
 
         def called(name: str, module: Any, args: tuple[Any, ...]) -> None:
-            _add_products(totals[name], args[0].detach().flatten(0, -2))
+            for chunk in args[0].detach().flatten(0, -2).float().split(CHUNK):
+                totals[name].addmm_(chunk.T, chunk)
 
         with ExitStack() as stack:
             for name in totals:
@@ -173,7 +168,8 @@ class Quantizing(LayerVisitor):
                             inputs = inputs.to(experts.down_proj.dtype)
                             parameters = expert_parameters(experts, expert)
                             inputs = intermediate(experts, parameters, inputs)
-                        _add_products(total, inputs)
+                        inputs = inputs.float()
+                        total.addmm_(inputs.T, inputs)
                 total = summed(hessians, same_inputs[-1])
                 self._round(same_inputs, inverse_factor(total))
 

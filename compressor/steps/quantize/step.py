@@ -1,20 +1,24 @@
 """The step `quantize`: weights in fewer bits, stored as compressed-tensors store them."""
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+from compressor.checkpoint.quantized import dequantizer
+from compressor.checkpoint.reader import DTYPE_NAMES, Size, tensor_bytes
 from compressor.document.blocks import Block, Text
+from compressor.errors import CompressionError
 from compressor.formatting import joined
 from compressor.model.opened import OpenModel
 from compressor.model.serving import loaders
 from compressor.recipe.step import StepOptions
-from compressor.steps.job import OutputSize
-from compressor.steps.quantize.matrices import Matrices, find_matrices, refuse_unreadable
+from compressor.steps.job import OutputSize, output_size, stored_dtype, stored_partial
+from compressor.steps.quantize.matrices import Matrices, find_matrices
 from compressor.steps.quantize.options import Quantize
 from compressor.steps.quantize.scheme import ROW, Scheme, scheme_for
 from compressor.steps.quantize.sequential import quantize_sequentially
-from compressor.steps.quantize.writing import Writer, packed_size
+from compressor.steps.quantize.writing import Writer
 from compressor.steps.step import Requirements, State, Step
 from compressor.steps.tensors import OutputJob
 
@@ -27,8 +31,19 @@ class QuantizeStep(Step[Quantize]):
         self, model: OpenModel, earlier: Sequence[StepOptions], planned: bool
     ) -> Requirements:
         """Return the need of calibration text for GPTQ; refuse groups that do not divide the
-        model's matrices."""
-        refuse_unreadable(model, self._chosen(model)[1])
+        model's matrices, and a family whose quantised checkpoints transformers cannot read."""
+        config = deepcopy(model.architecture.config)
+        config.quantization_config = self._chosen(model)[1].config([])
+        try:
+            quantizer = dequantizer(config)
+            assert quantizer is not None
+            partial = model.partial
+            quantizer.update_weight_conversions(partial.plain_conversions, partial.model)
+        except ValueError as error:
+            raise CompressionError(
+                "quantize: transformers cannot read quantised checkpoints of "
+                f"{model.architecture.family}; leave quantize out"
+            ) from error
         reads = self.options.method == "gptq"
         return Requirements(text=reads, passes=int(reads))
 
@@ -39,22 +54,37 @@ class QuantizeStep(Step[Quantize]):
         return matrices, scheme_for(self.options.scheme, self.options.group_size, columns)
 
     def output_size(self, model: OpenModel, experts: int, changed: bool = False) -> OutputSize:
-        """Return the model's size once quantised; matrices that GPTQ has packed wait beside the
-        output."""
+        """Return the model's size once quantised, from headers alone; matrices that GPTQ has packed
+        wait beside the output.
+
+        Other tensors stay as `output_size` has them.
+        """
         matrices, scheme = self._chosen(model)
-        size, packed = packed_size(model, scheme, matrices, experts, changed)
+        partial = stored_partial(model)
+        size = output_size(model, experts, changed, through=not matrices.stored)
+        dtypes = {}
+        if matrices.stored and not model.is_split:
+            dtypes = {
+                key: model.checkpoint.tensors[name].dtype
+                for name, key in partial.plain_keys.targets.items()
+            }
+        plain = packed = 0
+        for matrix in matrices.every:
+            if matrix.expert is None or matrix.expert < experts:
+                dtype = dtypes.get(matrix.key, DTYPE_NAMES[partial.dtype])
+                plain += tensor_bytes(dtype, (matrix.rows, matrix.columns))
+                packed += scheme.nbytes(matrix.rows, matrix.columns, partial.dtype)
+        size = Size(size.parameters, size.bytes - plain + packed)
         return OutputSize(size, packed if self.options.method == "gptq" else 0)
 
     def plan(self, state: State) -> Mapping[str, Any]:
         """Return the format and its effective bits; of a source that was quantised, that it's
         dequantised first."""
-        writer = self._writer(state)
-        scheme = writer.scheme
-        matrices = writer.matrices.every
+        found, scheme = self._chosen(state.model)
+        matrices = found.every
+        dtype = stored_dtype(state.model)
         weights = sum(matrix.rows * matrix.columns for matrix in matrices)
-        nbytes = sum(
-            scheme.nbytes(matrix.rows, matrix.columns, writer.dtype) for matrix in matrices
-        )
+        nbytes = sum(scheme.nbytes(matrix.rows, matrix.columns, dtype) for matrix in matrices)
         return {
             "format": scheme.format,
             "group_size": scheme.group_size,
@@ -65,16 +95,13 @@ class QuantizeStep(Step[Quantize]):
         }
 
     def write(self, state: State) -> OutputJob:
-        writer = self._writer(state)
+        matrices, scheme = self._chosen(state.model)
+        writer = Writer(state.model, scheme, matrices, state.kept("quantized"))
         if self.options.method == "gptq" and not state.is_written:
             assert state.text is not None
             with state.run.clock.phase(self.name):
                 quantize_sequentially(writer, state.text.fit, state.progress, state.seed)
         return writer.job(state.expert_plan)
-
-    def _writer(self, state: State) -> Writer:
-        matrices, scheme = self._chosen(state.model)
-        return Writer(state.model, scheme, matrices, state.kept("quantized"))
 
     def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
         """Describe scheme, groups, effective bits, and which servers read the format."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compressor.checkpoint.reader import DTYPE_NAMES, Size, refuse_nan, tensor_bytes
+from compressor.checkpoint.reader import refuse_nan
 from compressor.checkpoint.source import ModelSource
 from compressor.devices import one_thread_each
 from compressor.errors import CompressionError
@@ -24,7 +24,7 @@ from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, open_model
 from compressor.recipe.plan import ExpertPlan
 from compressor.steps.cutting import Tensors
-from compressor.steps.job import files_with, make_job, output_size, stored_partial
+from compressor.steps.job import files_with, make_job, stored_partial
 from compressor.steps.quantize.matrices import Matrices, Matrix
 from compressor.steps.quantize.scheme import Scales, Scheme, row_chunks
 from compressor.steps.tensors import Named, OutputJob, OutputTensor, in_order_of, tensor_bytes_view
@@ -64,35 +64,10 @@ def rounded(
         yield scheme.codes(rows.float().contiguous(), own), own
 
 
-def packed_size(
-    model: OpenModel, scheme: Scheme, matrices: Matrices, experts: int, changed: bool
-) -> tuple[Size, int]:
-    """Return the size of a quantised model with this number of experts in each layer, and the bytes
-    of packed matrices.
-
-    Other tensors stay as `output_size` has them. Reads headers alone.
-    """
-    partial = stored_partial(model)
-    size = output_size(model, experts, changed, through=not matrices.stored)
-    dtypes = {}
-    if matrices.stored and not model.is_split:
-        dtypes = {
-            key: model.checkpoint.tensors[name].dtype
-            for name, key in partial.plain_keys.targets.items()
-        }
-    plain = packed = 0
-    for matrix in matrices.every:
-        if matrix.expert is None or matrix.expert < experts:
-            dtype = dtypes.get(matrix.key, DTYPE_NAMES[partial.dtype])
-            plain += tensor_bytes(dtype, (matrix.rows, matrix.columns))
-            packed += scheme.nbytes(matrix.rows, matrix.columns, partial.dtype)
-    return Size(size.parameters, size.bytes - plain + packed), packed
-
-
 @dataclass(frozen=True)
 class Writer:
     """Writes a model with these matrices quantised; a layer that a pass over text has quantised
-    lies in `kept`."""
+    lies in `kept`, in a file with its name."""
 
     model: OpenModel
     scheme: Scheme
@@ -107,9 +82,6 @@ class Writer:
     @property
     def dtype(self) -> torch.dtype:
         return self.partial.dtype
-
-    def kept_file(self, decoder_layer: str) -> Path:
-        return self.kept / f"{decoder_layer}.safetensors"
 
     def job(self, plan: ExpertPlan) -> OutputJob:
         layer_names = self.model.architecture.decoder_layers
@@ -149,11 +121,7 @@ class Writer:
         )
 
     def _produce(self, inner: OutputJob, decoder_layer: str) -> Named:
-        file = self.kept_file(decoder_layer)
-        layers = self._rounded(decoder_layer)
-        if read_metadata(file) is not None:
-            layers = iter([load_tensors(file)])
-        for tensors in layers:
+        for tensors in self._quantized(decoder_layer):
             for name, value in tensors.items():
                 yield name, iter([tensor_bytes_view(value)])
         for name, pieces in inner.produce(decoder_layer):
@@ -162,9 +130,13 @@ class Writer:
         if decoder_layer and not self.matrices.stored:  # it was loaded to be rounded
             self.partial.release(decoder_layer)
 
-    def _rounded(self, decoder_layer: str) -> Iterator[Tensors]:
-        """Yield the stored tensors of a layer's matrices rounded to nearest, by name: on an
-        accelerator of several of one shape together, on a CPU of each alone."""
+    def _quantized(self, decoder_layer: str) -> Iterator[Tensors]:
+        """Yield the stored tensors of a layer's matrices by name: those that are kept, or rounded
+        to nearest, on an accelerator several of one shape together, on a CPU each alone."""
+        file = self.kept / f"{decoder_layer}.safetensors"
+        if read_metadata(file) is not None:
+            yield load_tensors(file)
+            return
         matrices = self.matrices.of(decoder_layer)
         if matrices and not self.matrices.stored:
             self.partial.load(self.partial.keys_under(decoder_layer))

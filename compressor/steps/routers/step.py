@@ -43,10 +43,6 @@ PLACES = ("layer", "place", "mean", "deviation")
 class RoutersStep(Step[Routers]):
     """Move the routers toward the base on text, as far as that lowers the KL on held-out text."""
 
-    @property
-    def is_forced(self) -> bool:
-        return self.options.accept == "always"
-
     def resolve(self, model: OpenModel) -> Self | None:
         """Return the step; None if nothing is moved."""
         return None if self.options.method == "none" else self
@@ -101,6 +97,7 @@ class RoutersStep(Step[Routers]):
         """
         model = state.model
         method = self.options.method
+        forced = self.options.accept == "always"
         shift = None
         if method != "router":
             # which measures how a bias should move logits
@@ -114,7 +111,16 @@ class RoutersStep(Step[Routers]):
         for name in methods:
             try:
                 if name == "router":
-                    tried[name] = self._by_weights(state, text, evaluator)
+                    assert state.text is not None
+                    count = self.options.rounds
+                    rounds = [text[first::count] for first in range(count)]
+                    fit = [part[ranks().rank :: ranks().size] for part in rounds if part]
+                    weights = {
+                        key: model.checkpoint.read(stored)
+                        for key, stored in stored_names(model).items()
+                    }
+                    given = evaluator, state.progress, state.text.emphasis, forced
+                    tried[name] = calibrate_weights(model, weights, fit, *given)
                 else:
                     tried[name] = self._by_bias(state, text[:PLACED], evaluator, shift)
             except CompressionError as error:
@@ -129,7 +135,7 @@ class RoutersStep(Step[Routers]):
         figures: dict[str, Any] = {"before": before["kl"], "after": after["kl"]}
         for name in ("loss", "flips"):
             figures |= {f"{name}_before": before[name], f"{name}_after": after[name]}
-        if self.is_forced:
+        if forced:
             figures |= {"changed": True, "confirmed": accepts(best.before, best.after)}
         figures |= {
             "sequences": best.before.sequences,
@@ -144,13 +150,6 @@ class RoutersStep(Step[Routers]):
         names = stored_names(model, best.weights)
         return {names[key]: weight for key, weight in best.weights.items()}, figures
 
-    def _by_weights(self, state: State, text: Answered, evaluator: Evaluator) -> Calibrated:
-        assert state.text is not None
-        rounds = [text[first :: self.options.rounds] for first in range(self.options.rounds)]
-        fit = [part[ranks().rank :: ranks().size] for part in rounds if part]
-        given = evaluator, state.progress, state.text.emphasis, self.is_forced
-        return calibrate_weights(state.model, stored_weights(state.model), fit, *given)
-
     def _by_bias(
         self, state: State, text: Answered, evaluator: Evaluator, shift: Any
     ) -> Calibrated:
@@ -160,7 +159,8 @@ class RoutersStep(Step[Routers]):
         average: RouterShift = shift.measure(text, state.progress)
         late = model.architecture.layers[-len(average.logits) :]
         places = bias_places(model, late, [tokens for tokens, _ in text])
-        stored = stored_weights(model, [place.key for place in places])
+        names = stored_names(model, [place.key for place in places])
+        stored = {key: model.checkpoint.read(name) for key, name in names.items()}
         layers = [
             {
                 "layer": place.layer,
@@ -171,8 +171,9 @@ class RoutersStep(Step[Routers]):
             for place in places
         ]
         details = {"items": average.items, "agreement": average.agreement, "layers": layers}
+        forced = self.options.accept == "always"
         calibrated = calibrate_bias(
-            model, stored, places, average, evaluator, state.progress, self.is_forced
+            model, stored, places, average, evaluator, state.progress, forced
         )
         return replace(calibrated, details=details)
 
@@ -234,8 +235,3 @@ def stored_names(model: OpenModel, keys: Iterable[str] | None = None) -> dict[st
             )
         stored[key] = names[0]
     return stored
-
-
-def stored_weights(model: OpenModel, keys: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """Router tensors as they are stored, by state-dict key."""
-    return {key: model.checkpoint.read(name) for key, name in stored_names(model, keys).items()}

@@ -33,7 +33,7 @@ def quantized(model: OpenModel, stock: Any, folder: Path, targets: str = "expert
     quantize_sequentially(writer, parts, Silent(), 0)
     found = dict[str, Tensor]()
     for matrix in matrices.every:
-        stored = load_tensors(writer.kept_file(matrix.decoder_layer))
+        stored = load_tensors(writer.kept / f"{matrix.decoder_layer}.safetensors")
         own = {
             name: stored[f"{matrix.module}.{name}"]
             for name in scheme.stored(matrix.rows, matrix.columns, torch.float32)
