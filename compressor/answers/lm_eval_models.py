@@ -370,14 +370,14 @@ class ServedModel(Watched, LocalCompletionsAPI):
         source: ModelSource,
         options: EvaluationOptions,
         journal: Journal,
-        chat: Mapping[str, Any],
+        template_args: Mapping[str, Any],
     ) -> None:
         TemplateLM.__init__(self)  # an API's own asks for packages that its own requests take
         self.server = server
         self.journal = journal
         self.tokenizer = load_tokenizer(source.folder)
         self.options = options
-        self.chat_template_args = dict(chat["chat_template_args"])
+        self.chat_template_args = dict(template_args)
         if options.enable_thinking is not None:
             self.chat_template_args["enable_thinking"] = options.enable_thinking
         self.tokenized_requests = server.scored == "tokens"
@@ -508,15 +508,15 @@ def lm_eval_model(
         {"chat_template": templates[name]} if isinstance(name, str) and name in templates else {}
     )
     chosen |= dated_template(templates, str(name) if chosen else "default")
+    if server is not None and journal is not None:
+        yield ServedModel(server, source, options, Journal(journal, LINE), chosen)
+        journal.unlink(missing_ok=True)
+        return
     chat: dict[str, Any] = {
         "enable_thinking": options.enable_thinking,
         "think_end_token": options.think_end_token,
         "chat_template_args": chosen,
     }
-    if server is not None and journal is not None:
-        yield ServedModel(server, source, options, Journal(journal, LINE), chat)
-        journal.unlink(missing_ok=True)
-        return
     device = pick_device(options.device)
     if streamed:
         opened = open_model(source, options.dtype, options.device)

@@ -154,7 +154,7 @@ class ObservedRouters(TracedPass):
 
     model: OpenModel
     batches: Sequence[Tensor]
-    blocked: Blocked = field(default_factory=dict)
+    blocked: Blocked
     layers: tuple[MoeLayer, ...] = field(init=False)
     logits: dict[int, Tensor] = field(default_factory=dict)  # by batch, [T, R, E]
     chosen: dict[int, Tensor] = field(default_factory=dict)  # by batch, [T, R, K]
@@ -321,12 +321,12 @@ def observe_routers(
     model: OpenModel,
     batches: Sequence[Tensor],
     progress: Progress,
-    seed: int = 0,
-    blocked: Blocked | None = None,
+    seed: int,
+    blocked: Blocked,
 ) -> ObservedRouters:
     """Run the first pass; raises `CompressionError` naming what in the architecture cannot be
     decomposed."""
-    routers = ObservedRouters(model, batches, blocked or {})
+    routers = ObservedRouters(model, batches, blocked)
     routers.run_pass(routers, progress, "routers", seed)
     routers.rank()
     return routers
