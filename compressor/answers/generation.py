@@ -161,11 +161,7 @@ class StockGenerator:
                 f"{self.label} does not fit into memory, which writing answers takes; let a server "
                 "write them (--server), or judge without generating (--text)"
             )
-
-        def decode(tokens: Sequence[int]) -> str:
-            shown = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-            return str(tokenizer.decode(tokens, **shown))
-
+        shown = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         queue = []
         for prompt, seed in requests:
             queue.append(_Question(prompt, seed, tokens_of(prompt, tokenizer, options.chat)))
@@ -181,7 +177,17 @@ class StockGenerator:
                     f"the tokenizer of {self.label} makes tokens that the model does not know"
                 )
             try:
-                for batch in _batches(model, queue, rows):
+                # The longest come first, in batches of one length where padding changes answers.
+                longest = queue[0].tokens
+                padding = len(longest) - len(queue[-1].tokens)
+                groups = [queue]
+                if padding and not _takes_padding(model, longest, padding):
+                    by_length = groupby(queue, lambda question: len(question.tokens))
+                    groups = [list(group) for _, group in by_length]
+                batches = list[Sequence[_Question]]()
+                for group in groups:
+                    batches += [group[at : at + rows] for at in range(0, len(group), rows)]
+                for batch in batches:
                     written = _generate(model, batch, facts.stops, options)
                     for question, tokens in zip(batch, written, strict=True):
                         progress.advance("")
@@ -191,7 +197,8 @@ class StockGenerator:
                         opening = () if prompt.messages or options.chat else question.tokens
                         ended: Ended = "end" if tokens[-1] in facts.stops else "length"
                         of_text = tokens[:-1] if ended == "end" else tokens
-                        text = decode([*opening, *of_text])[len(decode(opening)) :]
+                        before = tokenizer.decode(opening, **shown)
+                        text = tokenizer.decode([*opening, *of_text], **shown)[len(before) :]
                         yield Answer(prompt.id, question.seed, tuple(tokens), text, ended)
             finally:
                 del model
@@ -205,19 +212,6 @@ class _Question:
     prompt: Prompt
     seed: int
     tokens: tuple[int, ...]
-
-
-def _batches(model: Any, queue: Sequence[_Question], rows: int) -> Iterator[Sequence[_Question]]:
-    """Yield batches of at most `rows` questions, longest first; of one length where padding changes
-    answers."""
-    longest = queue[0].tokens
-    padding = len(longest) - len(queue[-1].tokens)
-    groups = [list(queue)]
-    if padding and not _takes_padding(model, longest, padding):
-        groups = [list(group) for _, group in groupby(queue, lambda question: len(question.tokens))]
-    for group in groups:
-        for begin in range(0, len(group), rows):
-            yield group[begin : begin + rows]
 
 
 @torch.inference_mode()

@@ -118,11 +118,6 @@ class TokenRow:
     def answer(self) -> tuple[int, ...]:
         return self.tokens[self.start :]
 
-    @property
-    def predicting(self) -> slice:
-        """Positions whose logits predict the answer."""
-        return slice(self.start - 1, len(self.tokens) - 1)
-
 
 def rows_of(
     item: Item, tokenizer: Any, vocabulary: int, most: int | None = None
@@ -187,7 +182,8 @@ def likelihoods(logits: Tensor, rows: Sequence[TokenRow]) -> Tensor:
     V]."""
     likelihoods = []
     for row, of_row in zip(rows, logits, strict=False):
-        logs = of_row[row.predicting].float().log_softmax(-1)
+        # These logits predict the answer.
+        logs = of_row[row.start - 1 : len(row.tokens) - 1].float().log_softmax(-1)
         answer = torch.tensor(row.answer, device=logits.device)
         likelihoods.append(logs.gather(1, answer[:, None]).sum())
     return torch.stack(likelihoods)
@@ -195,7 +191,8 @@ def likelihoods(logits: Tensor, rows: Sequence[TokenRow]) -> Tensor:
 
 def is_greedy(logits: Tensor, row: TokenRow) -> bool:
     """Return True if each token of the first row's answer is the argmax, from logits [B, S, V]."""
-    return tuple(logits[0, row.predicting].argmax(-1).tolist()) == row.answer
+    predicting = logits[0, row.start - 1 : len(row.tokens) - 1]
+    return tuple(predicting.argmax(-1).tolist()) == row.answer
 
 
 def positions(config: Any) -> int | None:

@@ -197,17 +197,6 @@ class Input:
         return max(len(tokens) for _, tokens in self.continuations)
 
 
-def score(logits: Tensor, tokens: Sequence[int]) -> Likelihood:
-    """Return the answer of a continuation that ends where the logits [N, V] of its row do, of at
-    most N tokens."""
-    targets = torch.tensor(tokens, device=logits.device)[:, None]
-    scored = logits[-len(tokens) :]
-    value = 0.0
-    for part, expected in zip(scored.split(TOGETHER), targets.split(TOGETHER), strict=True):
-        value += float(part.log_softmax(-1, dtype=torch.float32).gather(1, expected).sum())
-    return value, torch.equal(scored.argmax(-1, keepdim=True), targets)
-
-
 class _LikelihoodVisitor(LayerVisitor):
     """Collect answers where a batch reaches the head, which computes logits of the scored positions
     alone."""
@@ -233,9 +222,19 @@ class _LikelihoodVisitor(LayerVisitor):
     def on_batch_end(self, batch: int, output: Any) -> None:
         rows = self.batches[batch]
         logits = output.logits[0] if self.is_selected else _scored(output.logits, rows)
-        for row, part in zip(rows, logits.split([row.scored for row in rows]), strict=True):
+        for row, of_row in zip(rows, logits.split([row.scored for row in rows]), strict=True):
+            # Each ends where the row's logits [N, V] do.
             for number, tokens in row.continuations:
-                self.answers[number] = score(part, tokens)
+                targets = torch.tensor(tokens, device=logits.device)[:, None]
+                scored = of_row[-len(tokens) :]
+                value = 0.0
+                for part, expected in zip(
+                    scored.split(TOGETHER), targets.split(TOGETHER), strict=True
+                ):
+                    logs = part.log_softmax(-1, dtype=torch.float32)
+                    value += float(logs.gather(1, expected).sum())
+                is_greedy = torch.equal(scored.argmax(-1, keepdim=True), targets)
+                self.answers[number] = value, is_greedy
 
 
 def _scored(values: Tensor, batch: Sequence[Input]) -> Tensor:
@@ -371,14 +370,14 @@ class ServedModel(Watched, LocalCompletionsAPI):
         source: ModelSource,
         options: EvaluationOptions,
         journal: Journal,
-        chat: Mapping[str, Any],
+        template_args: Mapping[str, Any],
     ) -> None:
         TemplateLM.__init__(self)  # an API's own asks for packages that its own requests take
         self.server = server
         self.journal = journal
         self.tokenizer = load_tokenizer(source.folder)
         self.options = options
-        self.chat_template_args = dict(chat["chat_template_args"])
+        self.chat_template_args = dict(template_args)
         if options.enable_thinking is not None:
             self.chat_template_args["enable_thinking"] = options.enable_thinking
         self.tokenized_requests = server.scored == "tokens"
@@ -509,15 +508,15 @@ def lm_eval_model(
         {"chat_template": templates[name]} if isinstance(name, str) and name in templates else {}
     )
     chosen |= dated_template(templates, str(name) if chosen else "default")
+    if server is not None and journal is not None:
+        yield ServedModel(server, source, options, Journal(journal, LINE), chosen)
+        journal.unlink(missing_ok=True)
+        return
     chat: dict[str, Any] = {
         "enable_thinking": options.enable_thinking,
         "think_end_token": options.think_end_token,
         "chat_template_args": chosen,
     }
-    if server is not None and journal is not None:
-        yield ServedModel(server, source, options, Journal(journal, LINE), chat)
-        journal.unlink(missing_ok=True)
-        return
     device = pick_device(options.device)
     if streamed:
         opened = open_model(source, options.dtype, options.device)

@@ -93,8 +93,8 @@ def read_prompts(
         if read.is_prose:
             rows = documents = list(rows)
             if len(documents) == 1 and isinstance(documents[0][1], str):
-                where, text = documents[0]
-                lines = text.removesuffix("\n").split("\n")
+                where, document = documents[0]
+                lines = document.removesuffix("\n").split("\n")
                 rows = [(f"{where}, line {number}", line) for number, line in enumerate(lines, 1)]
         column = SourceSpec.parse(source).column
         left_out = LeftOut(f"prompts of {source}", strict)
@@ -102,7 +102,24 @@ def read_prompts(
         most = OF_A_DATA_SET if limit is None and read.is_streamed else limit
         for where, row in rows:
             with left_out.each():
-                prompt = _prompt(row, column, domain, where, left_out)
+                conversation = read_row(row, column, where, COLUMNS)
+                if column is None:
+                    note_columns(row, conversation, left_out, ANSWERING)
+                text = conversation.text
+                if text is not None and not text.strip():
+                    raise ItemError(f"{where} has no text; give it some or remove it")
+                if text is not None and conversation.columns[0] not in ASKING:
+                    prompt = Prompt.of(text.removesuffix("\n"), domain, where=where)
+                else:
+                    messages = conversation.messages
+                    while messages and messages[-1].get("role") == "assistant":
+                        messages.pop()
+                    if not messages:
+                        raise ItemError(
+                            f"{where} has nothing before the assistant's answer; give it a user's "
+                            "message"
+                        )
+                    prompt = Prompt.of(messages, domain, conversation.tools, where, text)
                 taken += prompt.id not in prompts
                 prompts.setdefault(prompt.id, prompt)
             if taken == most:
@@ -135,59 +152,16 @@ def usable_prompts(
     return tuple(usable)
 
 
-def _prompt(row: Any, column: str | None, domain: str, where: str, left_out: LeftOut) -> Prompt:
-    conversation = read_row(row, column, where, COLUMNS)
-    if column is None:
-        note_columns(row, conversation, left_out, ANSWERING)
-    name = conversation.columns[0]
-    text = conversation.text
-    if text is not None and not text.strip():
-        raise ItemError(f"{where} has no text; give it some or remove it")
-    if text is not None and name not in ASKING:
-        return Prompt.of(text.removesuffix("\n"), domain, where=where)
-    messages = conversation.messages
-    while messages and messages[-1].get("role") == "assistant":
-        messages.pop()
-    if not messages:
-        raise ItemError(
-            f"{where} has nothing before the assistant's answer; give it a user's message"
-        )
-    return Prompt.of(messages, domain, conversation.tools, where, text)
-
-
 def is_chat(prompt: Prompt, tokenizer: Any, chat: bool) -> bool:
     """Return True if a prompt is put into the chat template."""
     return prompt.text is None or chat or (bool(prompt.messages) and has_chat_template(tokenizer))
 
 
-def encode_text(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """Return token ids [S] of a text to continue; for an empty one the token that opens a text."""
-    with wrap_faults(
-        "the tokenizer cannot take the prompt",
-        "shorten it",
-        "restore the tokenizer or mend the prompt",
-    ):
-        encoded = tokenizer(text, return_special_tokens_mask=True)
-    ids = encoded["input_ids"]
-    added = encoded["special_tokens_mask"]
-    of_text = [token for token, is_added in zip(ids, added, strict=True) if not is_added]
-    if text.strip() and not says_something(tokenizer, of_text):
-        raise no_token("the prompt")
-    if ids:
-        return tuple(map(int, ids))
-    if tokenizer.bos_token_id is not None:
-        return (int(tokenizer.bos_token_id),)
-    raise CompressionError(
-        "the prompt is empty, and the tokenizer has no token that opens a text; give some text to "
-        "go on from"
-    )
-
-
 def tokens_of(
     prompt: Prompt, tokenizer: Any, chat: bool = False, most: int = sys.maxsize
 ) -> tuple[int, ...]:
-    """Return token ids [S] of a prompt, a chat's by the template; raises `ItemError` where either
-    fails.
+    """Return token ids [S] of a prompt, a chat's by the template, and of an empty text the token
+    that opens one; raises `ItemError` where they fail.
 
     With `chat` a text is put into the template, too, as a user's message. Where the tokens are more
     than `most`, not all of them are made, and `ItemError` is raised."""
@@ -205,7 +179,23 @@ def tokens_of(
     else:
         text, _ = first_part(tokenizer, str(prompt.text), most)
         try:
-            ids = encode_text(tokenizer, text)
+            with wrap_faults(
+                "the tokenizer cannot take the prompt",
+                "shorten it",
+                "restore the tokenizer or mend the prompt",
+            ):
+                encoded = tokenizer(text, return_special_tokens_mask=True)
+            ids = tuple(map(int, encoded["input_ids"]))
+            added = encoded["special_tokens_mask"]
+            of_text = [token for token, is_added in zip(ids, added, strict=True) if not is_added]
+            if text.strip() and not says_something(tokenizer, of_text):
+                raise no_token("the prompt")
+            if not ids and tokenizer.bos_token_id is None:
+                raise CompressionError(
+                    "the prompt is empty, and the tokenizer has no token that opens a text; give "
+                    "some text to go on from"
+                )
+            ids = ids or (int(tokenizer.bos_token_id),)
         except CompressionError as error:
             raise ItemError(f"{prompt.where}: {error}") from error
     if not ids:

@@ -401,7 +401,12 @@ class PromptScores:
         """Read the scores of a prompt of so many tokens; None if it has none.
 
         Where their texts are given as `pieces`, the tokens have to be these, after one that opens
-        texts if need be."""
+        texts if need be: as far as both show them, by the letters alone, since blanks and parts of
+        characters are shown in several ways."""
+
+        def letters(text: str) -> str:
+            return "".join(text.replace("▁", " ").replace("\ufffd", " ").split())
+
         if logs is None:
             return None
         tokens = logs.tokens
@@ -412,7 +417,13 @@ class PromptScores:
         for begin in (0,) if pieces is None else (0, 1):
             end = begin + count
             of_prompt = slice(begin, end)
-            if end <= len(tokens) and alike(tokens[of_prompt], pieces or ()):
+            if end > len(tokens):
+                continue
+            shown = map(letters, tokens[of_prompt])
+            for token, piece in zip(shown, map(letters, pieces or ()), strict=False):
+                if token and piece and token != piece and not token.startswith("token_id:"):
+                    break
+            else:
                 return cls(values[of_prompt], tops[of_prompt], tokens[end:], tops[end - 1 :])
         return None
 
@@ -429,21 +440,6 @@ class PromptScores:
             total += value
             greedy = greedy and value >= max(top.values())
         return total, greedy
-
-
-def alike(shown: Sequence[str], pieces: Sequence[str]) -> bool:
-    """Return True if a server's tokens may be these, by their texts, as far as both show them.
-
-    Blanks and parts of characters are shown in several ways.
-    """
-
-    def letters(text: str) -> str:
-        return "".join(text.replace("▁", " ").replace("\ufffd", " ").split())
-
-    for token, piece in zip(map(letters, shown), map(letters, pieces), strict=False):
-        if token and piece and token != piece and not token.startswith("token_id:"):
-            return False
-    return True
 
 
 def open_server(

@@ -95,7 +95,21 @@ def with_suite(
     """Return values of options with those of the suite that they name, as `asked` has them; given
     ones override it."""
     name = str(values["suite"])
-    content = _content(name)
+    folder = files("compressor.answers") / "suites"
+    source = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
+    if not source.is_file():
+        known = sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir())
+        raise CompressionError(
+            f"there is no suite {name!r}; name {joined(known, 'or')}, or a YAML file of your own"
+        )
+    content = read_yaml(source, name)
+    tasks = content.get("tasks") if isinstance(content, dict) else None
+    if not (
+        isinstance(tasks, list) and tasks and all(isinstance(task, str | dict) for task in tasks)
+    ):
+        raise CompressionError(
+            f"{name} is no suite; give it a list of tasks, such as 'tasks: [{{name: gsm8k}}]'"
+        )
     if content.pop("unsafe_code", False) and not values.get("confirm_run_unsafe_code"):
         raise CompressionError(f"the suite {name} {RUNS_CODE}")
     expect, suite = _options(
@@ -114,30 +128,10 @@ def with_suite(
         for key in settings.keys() & given:
             del settings[key]
     if "expect" in suite:
-        tasks = separated(merged["tasks"])
-        expected = [text for text in suite["expect"] if text.partition("=")[0] in tasks]
+        chosen = separated(merged["tasks"])
+        expected = [text for text in suite["expect"] if text.partition("=")[0] in chosen]
         merged["expect"] = [*expected, *separated(given.get("expect", ()))]
     return merged
-
-
-def _content(name: str) -> dict[str, Any]:
-    """Return the YAML of a suite of this package, or of a file."""
-    folder = files("compressor.answers") / "suites"
-    source = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
-    if not source.is_file():
-        known = sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir())
-        raise CompressionError(
-            f"there is no suite {name!r}; name {joined(known, 'or')}, or a YAML file of your own"
-        )
-    content = read_yaml(source, name)
-    tasks = content.get("tasks") if isinstance(content, dict) else None
-    if not (
-        isinstance(tasks, list) and tasks and all(isinstance(task, str | dict) for task in tasks)
-    ):
-        raise CompressionError(
-            f"{name} is no suite; give it a list of tasks, such as 'tasks: [{{name: gsm8k}}]'"
-        )
-    return dict(content)
 
 
 def _options(

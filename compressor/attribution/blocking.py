@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,18 +104,15 @@ class Blocking(LayerVisitor):
         """The layer's forward with routers that do without the blocked experts."""
         layers = [layer for layer in self.at.moe_layers if layer.name in self.blocked]
 
-        def masked(layer: MoeLayer, router_forward: Forward) -> Forward:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                with _Masked(layer, self.blocked[layer.name]):
-                    return router_forward(*args, **kwargs)
-
-            return forward
+        def masked(layer: MoeLayer, router_forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+            with _Masked(layer, self.blocked[layer.name]):
+                return router_forward(*args, **kwargs)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             with ExitStack() as stack:
                 for layer in layers:
                     router: Any = self.at.model.get_submodule(layer.router)
-                    router.forward = masked(layer, router.forward)
+                    router.forward = partial(masked, layer, router.forward)
                     stack.callback(router.__dict__.pop, "forward", None)
                 return layer_forward(*args, **kwargs)
 

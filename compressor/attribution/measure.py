@@ -193,56 +193,51 @@ class _ByKey(TracedPass):
             else ()
         )
         for number, head in enumerate(self.heads):
-            influence = (
-                self._split(decoder_layer, batch, trace, head)
-                if head.module in trace.heads
-                else None
-            )
-            if influence is not None:
-                assert head.layer is not None and head.number is not None
-                total = max(float(influence.sum()), torch.finfo(torch.float32).tiny)
-                self.split[head.layer, batch, number] = KeyInfluence(
-                    module=head.module,
-                    layer=head.layer,
-                    head=head.number,
-                    sequence=batch,
-                    tokens=tuple(tokens),
-                    texts=tuple(texts),
-                    influence=tuple((influence.sum(0) / len(influence)).tolist()),
-                    last=tuple(influence[-1].tolist()),
-                    first=float(influence[:, 0].sum()) / total,
-                    own=float(influence.diagonal().sum()) / total,
-                    previous=float(influence.diagonal(-1).sum()) / total,
-                )
-
-    def _split(
-        self, decoder_layer: str, batch: int, trace: LayerTrace, head: Sender
-    ) -> Tensor | None:
-        """[L, L] influence by query and key, summed over the routers; None if no product is the
-        projection's input."""
-        heads = trace.heads[head.module]
-        number = head.number or 0
-        inputs = heads.inputs[:, number].float()
-        projection = heads.weight[:, number].float()
-        for weights, values, product in reversed(self.recorded.products):
-            if product.shape[1:] != (heads.inputs.shape[1], *inputs.shape):
+            if head.module not in trace.heads:
                 continue
-            missed = (product[0, number].float() - inputs).abs().max()
-            if missed > PRODUCT_TOLERANCE * inputs.abs().max():
+            assert head.layer is not None and head.number is not None
+            heads = trace.heads[head.module]
+            inputs = heads.inputs[:, head.number].float()
+            projection = heads.weight[:, head.number].float()
+            # The last product that is the projection's input is that of its weights and values.
+            for recorded in reversed(self.recorded.products):
+                product = recorded[-1]
+                if product.shape[1:] != (heads.inputs.shape[1], *inputs.shape):
+                    continue
+                missed = (product[0, head.number].float() - inputs).abs().max()
+                if missed > PRODUCT_TOLERANCE * inputs.abs().max():
+                    continue
+                break
+            else:
                 continue
+            weights, values, _ = recorded
             # [L, r] over the experts of what each key's value would give, and factors
             variances = []
             scales = []
             for view in self.routers.views(decoder_layer, batch, trace):
                 seen = view.component(head.module)
                 if seen is not None:
-                    scores = values[0, number].float() @ (seen.rows @ projection).T
+                    scores = values[0, head.number].float() @ (seen.rows @ projection).T
                     scores = scores.unflatten(-1, (seen.scales.shape[1], -1))
                     variances.append(scores.var(-1, correction=0))
                     scales.append(seen.scales)
             by_router: Tensor = torch.cat(scales, -1).square() @ torch.cat(variances, -1).T
-            return weights[0, number].float().square() * by_router
-        return None
+            # It is [L, L] by query and key, summed over the routers.
+            influence = weights[0, head.number].float().square() * by_router
+            total = max(float(influence.sum()), torch.finfo(torch.float32).tiny)
+            self.split[head.layer, batch, number] = KeyInfluence(
+                module=head.module,
+                layer=head.layer,
+                head=head.number,
+                sequence=batch,
+                tokens=tuple(tokens),
+                texts=tuple(texts),
+                influence=tuple((influence.sum(0) / len(influence)).tolist()),
+                last=tuple(influence[-1].tolist()),
+                first=float(influence[:, 0].sum()) / total,
+                own=float(influence.diagonal().sum()) / total,
+                previous=float(influence.diagonal(-1).sum()) / total,
+            )
 
 
 def key_influence(

@@ -32,40 +32,6 @@ FIGURES = (
 )
 
 
-def spread(scores: Tensor) -> Tensor:
-    """Each expert's part of the variance over the experts, summed over the tokens: [n, R, E] -> [R,
-    E], float64."""
-    centred = scores - scores.mean(-1, keepdim=True)
-    norms: Tensor = torch.linalg.vector_norm(centred, dim=0)
-    return as_float64(norms).square() / scores.shape[-1]
-
-
-def covariance(scores: Tensor, logits: Tensor) -> Tensor:
-    """Covariance of sub-scores and logits over the experts, summed over tokens: [n, R, E] twice ->
-    [R], float64.
-
-    Logits are sums of sub-scores, so the covariances of all components add up to the logits'
-    variance."""
-    centred = logits - logits.mean(-1, keepdim=True)
-    return as_float64((scores * centred).sum(-1)).sum(0) / scores.shape[-1]
-
-
-def signs(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean over the experts of the positive and of the negative sub-scores, summed over tokens: [n,
-    R, E] -> 2 [R]."""
-    positive = as_float64(scores.clamp(min=0).mean(-1)).sum(0)
-    return positive, as_float64(scores.mean(-1)).sum(0) - positive
-
-
-def rank_change(scores: Tensor, chosen: Tensor, before: Tensor, share: Tensor) -> Tensor:
-    """Mean absolute change of the chosen experts' ranks, summed over tokens: -> [R].
-
-    `scores` [n, R, E] rank the experts without a sender, `before` [n, R, K] are the ranks of the
-    `chosen` [n, R, K] with it; `share` [R, K] is 1 / K of each router, 0 in slots that it does not
-    use."""
-    return as_float64((ranks_of(scores, chosen) - before).abs() * share).sum((0, 2))
-
-
 class Component(NamedTuple):
     """One sender by its place in the model."""
 
@@ -89,16 +55,6 @@ class Tally:
     max_entry: float = 0.0
     # [R, E] variance by expert, while its layer passes and if edges are kept
     by_expert: Tensor | float = 0.0
-
-    def add(self, other: "Tally") -> None:
-        """Add other sums of the same sender."""
-        self.sums += other.sums
-        self.reaches |= other.reaches
-        self.by_expert = self.by_expert + other.by_expert
-        self.tokens += other.tokens
-        self.norms += other.norms
-        self.max_norm = max(self.max_norm, other.max_norm)
-        self.max_entry = max(self.max_entry, other.max_entry)
 
     def sender(self, component: Component, tokens: int) -> Sender:
         """Return the figures, averaged over a number of tokens."""
@@ -142,10 +98,14 @@ class Projection(TracedPass):
 
     def __post_init__(self) -> None:
         self.remainder = self.routers.logits[0].clone() if 0 in self.routers.logits else None
-        for layer in self.routers.model.architecture.layers:
+        architecture = self.routers.model.architecture
+        index = architecture.decoder_layers.index
+        after = [index(layer.decoder_layer) for layer in self.routers.layers]
+        for layer in architecture.layers:
+            reaches = torch.tensor(after) > index(layer.decoder_layer)
             for expert in range(layer.experts):
                 tally = self._tally(_expert(layer.decoder_layer, layer.name, expert))
-                tally.reaches[self.routers.first_after(layer.decoder_layer) :] = True
+                tally.reaches |= reaches
 
     def _tally(self, component: Component) -> Tally:
         """Return the sums of a sender, zero at first."""
@@ -187,7 +147,14 @@ class Projection(TracedPass):
         mine = {component: self.tallies.pop(component) for component in passed}
         for tallies in ranks().all_gather(mine):
             for component, tally in tallies.items():
-                self._tally(component).add(tally)
+                whole = self._tally(component)
+                whole.sums += tally.sums
+                whole.reaches |= tally.reaches
+                whole.by_expert = whole.by_expert + tally.by_expert
+                whole.tokens += tally.tokens
+                whole.norms += tally.norms
+                whole.max_norm = max(whole.max_norm, tally.max_norm)
+                whole.max_entry = max(whole.max_entry, tally.max_entry)
         split = {component.module for component in self.tallies if component.kind == "head"}
         edges = self.score_edges
         for component, tally in self.tallies.items():
@@ -245,21 +212,32 @@ class Projection(TracedPass):
     def _add(
         self, component: Component, scores: Tensor, tokens: Tensor, batch: int, span: slice
     ) -> None:
-        """Add the effect of sub-scores [n, r, E]; ranks are left out for heads and their bias."""
+        """Add the effect of sub-scores [n, r, E] on each router, summed over tokens in float64.
+
+        Ranks are left out for heads and their bias.
+        """
         routers = self.routers
         tally = self._tally(component)
         logits = routers.logits[batch][tokens, span]
-        variance = spread(scores)
-        sums = [variance.sum(-1), *signs(scores), covariance(scores, logits)]
+        size = scores.shape[-1]
+        # [r, E] is each expert's part of the variance over the experts.
+        norms = torch.linalg.vector_norm(scores - scores.mean(-1, keepdim=True), dim=0)
+        variance = as_float64(norms).square() / size
+        positive = as_float64(scores.clamp(min=0).mean(-1)).sum(0)
+        negative = as_float64(scores.mean(-1)).sum(0) - positive
+        # Over the experts, too: those of all components add up to the logits' variance.
+        centred = logits - logits.mean(-1, keepdim=True)
+        covariance = as_float64((scores * centred).sum(-1)).sum(0) / size
+        sums = [variance.sum(-1), positive, negative, covariance]
         if component.kind not in UNRANKED:
             without = routers.selection.scores(logits - scores, span)
             chosen = routers.chosen[batch][tokens, span]
-            before = routers.chosen_ranks[batch][tokens, span]
-            sums.append(rank_change(without, chosen, before, routers.share[span]))
+            change = ranks_of(without, chosen) - routers.chosen_ranks[batch][tokens, span]
+            sums.append(as_float64(change.abs() * routers.share[span]).sum((0, 2)))
         tally.sums[: len(sums), span] += torch.stack(sums).cpu()
         tally.reaches[span] = True
         if self.edges_kept:
-            by_expert = torch.zeros(len(routers.layers), scores.shape[-1], dtype=torch.float64)
+            by_expert = torch.zeros(len(routers.layers), size, dtype=torch.float64)
             by_expert[span] = variance.cpu()
             tally.by_expert = tally.by_expert + by_expert
 

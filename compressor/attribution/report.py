@@ -161,9 +161,14 @@ def _content(expert: RoutedExpert, *figures: str) -> dict[str, Any]:
     return {name: getattr(expert, name) for name in ("module", "layer", "expert", *figures)}
 
 
-def full_content(findings: Findings) -> dict[str, Any]:
-    """Return all facts but the graph's, as plain JSON types; calibration sources without
-    folders."""
+def write_attribution(findings: Findings, folder: Path, overwrite: bool) -> list[Path]:
+    """Write JSON, Markdown, graph and pictures into a new folder.
+
+    The graph is GraphML and node-link JSON, without rounding, which networkx and Gephi open. The
+    calibration's sources are named without their folders.
+    """
+    import networkx as nx
+
     attribution = findings.attribution
     senders = []
     for sender in attribution.senders:
@@ -180,28 +185,19 @@ def full_content(findings: Findings) -> dict[str, Any]:
         "versions": attribution.versions,
         "per_key": attribution.per_key,
     }
-    return {**brief_content(findings), **rounded(more)}
-
-
-def write_attribution(findings: Findings, folder: Path, overwrite: bool) -> list[Path]:
-    """Write JSON, Markdown, graph and pictures into a new folder.
-
-    The graph is GraphML and node-link JSON, without rounding, which networkx and Gephi open.
-    """
-    import networkx as nx
-
-    graph, centrality = measured_graph(findings.attribution)
+    graph, centrality = measured_graph(attribution)
     graph_content = {
         "nodes": graph.number_of_nodes(),
         "edges": graph.number_of_edges(),
         "first": {measure: ranking(centrality, measure)[:TOP] for measure in MEASURES},
     }
+    content = {**brief_content(findings), **rounded(more), "graph": graph_content}
     contents: dict[str, Any] = {
-        NAMES[0]: report_json({**full_content(findings), "graph": graph_content}, 0),
+        NAMES[0]: report_json(content, 0),
         NAMES[1]: markdown(whole_blocks(findings, centrality)),
         NAMES[2]: report_json(rounded(findings.hubs)),
     }
-    for figure in pictures(findings.attribution, findings.hubs, findings.top, findings.compared):
+    for figure in pictures(attribution, findings.hubs, findings.top, findings.compared):
         contents[f"{figure.name}.png"] = png(figure.title, figure.drawings)
     figure = graph_figure(graph, centrality)
     contents[GRAPH[0]] = "\n".join([*nx.generate_graphml(graph, named_key_ids=True), ""])

@@ -154,7 +154,7 @@ class ObservedRouters(TracedPass):
 
     model: OpenModel
     batches: Sequence[Tensor]
-    blocked: Blocked = field(default_factory=dict)
+    blocked: Blocked
     layers: tuple[MoeLayer, ...] = field(init=False)
     logits: dict[int, Tensor] = field(default_factory=dict)  # by batch, [T, R, E]
     chosen: dict[int, Tensor] = field(default_factory=dict)  # by batch, [T, R, K]
@@ -224,15 +224,12 @@ class ObservedRouters(TracedPass):
             self.chosen[batch][:, number, :slots] = logits.chosen
             self.valid[number, :slots] = True
             self._factors[layer.name, batch] = view.token
-            self._rows[layer.name] = pull_sum(self._expert_rows(layer), view.chains)
+            # These [E, E'] pick the experts' logits from the E' entries of a router's product.
+            picking = torch.eye(router_width(layer), device=self.valid.device)[: layer.experts]
+            self._rows[layer.name] = pull_sum(picking, view.chains)
             if leaf_map(trace.terms, layer.name) is None:
                 why = "its experts' outputs do not reach the residual stream token by token"
                 raise refuse(self.model, decoder_layer, why)
-
-    def _expert_rows(self, layer: MoeLayer) -> Tensor:
-        """[E, E']: the rows that pick the experts' logits from the E' entries of a router's
-        product."""
-        return torch.eye(router_width(layer), device=self.valid.device)[: layer.experts]
 
     def on_layer_end(self, decoder_layer: str) -> None:
         """Keep vectors with an entry for each expert, by which a router may correct its ranking."""
@@ -258,11 +255,6 @@ class ObservedRouters(TracedPass):
                 self.logits[batch] = self.logits[batch][:, reached]
                 self.chosen[batch] = self.chosen[batch][:, reached]
         self.share = self.valid / self.valid.sum(-1, keepdim=True)
-        biases = []
-        for by_layer in self._biases.values():
-            present = [by_layer[layer.name] for layer in self.layers if layer.name in by_layer]
-            if len(present) == len(self.layers):
-                biases.append(torch.stack(present))
         mask = None
         if self.blocked:
             mask = torch.zeros(
@@ -271,8 +263,11 @@ class ObservedRouters(TracedPass):
             for number, layer in enumerate(self.layers):
                 mask[number, self.blocked.get(layer.name, ())] = -torch.inf
         tried = [Selection(mask=mask)]  # the plainest first
-        for bias in biases:
-            tried += [Selection(score, bias, mask) for score in (None, *SCORES)]
+        for by_layer in self._biases.values():
+            present = [by_layer[layer.name] for layer in self.layers if layer.name in by_layer]
+            if len(present) == len(self.layers):
+                bias = torch.stack(present)
+                tried += [Selection(score, bias, mask) for score in (None, *SCORES)]
         observed = []
         for batch, logits in self.logits.items():
             observed.append((logits[:SELECTION_TOKENS], self.chosen[batch][:SELECTION_TOKENS]))
@@ -280,11 +275,6 @@ class ObservedRouters(TracedPass):
         self.selection = find_selection(tried, observed, self.valid, groups)
         for batch, logits in self.logits.items():
             self.chosen_ranks[batch] = ranks_of(self.selection.scores(logits), self.chosen[batch])
-
-    def first_after(self, decoder_layer: str) -> int:
-        """Number of the first router in the layers after this one."""
-        index = self.model.architecture.decoder_layers.index
-        return sum(index(layer.decoder_layer) <= index(decoder_layer) for layer in self.layers)
 
     def views(self, decoder_layer: str, batch: int, trace: LayerTrace) -> Iterator[View]:
         """The layer's own routers on what comes before them in it, then all later ones on its
@@ -294,15 +284,18 @@ class ObservedRouters(TracedPass):
             self._shared_rows.clear()
         tokens = trace.context.tokens
         layer_names = self.model.architecture.decoder_layers
+        here = layer_names.index(decoder_layer)
+        first = 0  # router in the layers after this one
         for number, layer in enumerate(self.layers):
+            first += layer_names.index(layer.decoder_layer) <= here
             if layer.name in trace.logits:
-                rows = self._expert_rows(layer)
+                rows = torch.eye(router_width(layer), device=self.valid.device)[: layer.experts]
                 scales = torch.ones(tokens, 1, device=rows.device)
                 shared = self._shared_rows.setdefault((number, number + 1), {})
                 terms = trace.logits[layer.name].terms
                 yield View(terms, slice(number, number + 1), rows, scales, shared)
         at_once = max(1, SCORES_AT_ONCE // (tokens * self.model.architecture.experts))
-        for start in range(self.first_after(decoder_layer), len(self.layers), at_once):
+        for start in range(first, len(self.layers), at_once):
             span = slice(start, start + at_once)  # batches of other sizes have other spans
             shared = self._shared_rows.setdefault((span.start, span.stop), {})
             # later routers' rows [r * E, H] on the output of this layer, and each token's factors
@@ -311,7 +304,7 @@ class ObservedRouters(TracedPass):
             scales = torch.ones(logits.shape[:2], device=logits.device)
             for column, layer in enumerate(self.layers[span]):
                 end = layer_names.index(layer.decoder_layer)
-                between = layer_names[layer_names.index(decoder_layer) + 1 : end][::-1]
+                between = layer_names[here + 1 : end][::-1]
                 for name in (layer.name, *between):
                     scales[:, column, None] *= self._factors[name, batch]
                 if OUTPUT not in shared:
@@ -328,12 +321,12 @@ def observe_routers(
     model: OpenModel,
     batches: Sequence[Tensor],
     progress: Progress,
-    seed: int = 0,
-    blocked: Blocked | None = None,
+    seed: int,
+    blocked: Blocked,
 ) -> ObservedRouters:
     """Run the first pass; raises `CompressionError` naming what in the architecture cannot be
     decomposed."""
-    routers = ObservedRouters(model, batches, blocked or {})
+    routers = ObservedRouters(model, batches, blocked)
     routers.run_pass(routers, progress, "routers", seed)
     routers.rank()
     return routers

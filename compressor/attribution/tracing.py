@@ -109,8 +109,8 @@ class Traced(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            plain_args = untraced(args)
-            result = func(*plain_args, **untraced(kwargs))
+            plain_args = tree_map(plain, args)
+            result = func(*plain_args, **tree_map(plain, kwargs))
         traced = [value for value in (*args, *kwargs.values()) if isinstance(value, Traced)]
         in_place = bool(args) and (result is plain_args[0] or func.__name__ == "__setitem__")
         if not traced or not (in_place or isinstance(result, Tensor)):
@@ -138,11 +138,6 @@ def plain(value: Any) -> Any:
         return value
     with torch._C.DisableTorchFunctionSubclass():
         return value.as_subclass(Tensor)
-
-
-def untraced(values: Any) -> Any:
-    """Return the same nest of tuples, lists and dicts with plain tensors."""
-    return tree_map(plain, values)
 
 
 def _then(terms: Terms, step: Step) -> Terms:
@@ -395,7 +390,9 @@ def _watch_part(part: str, module: nn.Module, trace: LayerTrace, stack: ExitStac
         return (begun, *output[1:]) if isinstance(output, tuple) else begun
 
     stack.enter_context(
-        module.register_forward_pre_hook(lambda _, *inputs: untraced(inputs), with_kwargs=True)
+        module.register_forward_pre_hook(
+            lambda _, *inputs: tree_map(plain, inputs), with_kwargs=True
+        )
     )
     stack.enter_context(module.register_forward_hook(begin))
     if trace.kinds[part] == "attention":
@@ -462,6 +459,6 @@ class TracedPass(LayerVisitor):
             if isinstance(first, Traced):
                 trace.terms = first.terms
             self.visit(decoder_layer, self.at.batch, trace)
-            return untraced(output)
+            return tree_map(plain, output)
 
         return traced

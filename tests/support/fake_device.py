@@ -7,6 +7,7 @@ It can lack float64, as mps does.
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -130,7 +131,7 @@ REQUESTS: dict[str, dict[str, Any]] = {  # of `compress`, that compute in many w
 def main(model: str, text: str, out: str, lacking: str = "") -> None:
     """Compress a model on the device, which may be `lacking` float64."""
     import compressor
-    from compressor.attribution.projecting import covariance, signs, spread
+    from compressor.attribution.projecting import Component, Projection, Tally
 
     with pretended_device():
         there = torch.ones(2, device=NAME)
@@ -140,8 +141,13 @@ def main(model: str, text: str, out: str, lacking: str = "") -> None:
             print(refusal)
         LACKING.update([torch.float64] if lacking else [])
         scores = torch.randn(3, 2, 4).to(NAME)  # of an attribution, whose tensors are of a class of their own
-        for measured in (spread(scores), covariance(scores, scores), *signs(scores)):
-            assert measured.dtype == torch.float64
+        tally = Tally(torch.zeros(5, 2, dtype=torch.float64), torch.zeros(2, dtype=torch.bool))
+        routers = SimpleNamespace(logits=[scores], layers=(0, 1))
+        projection: Any = SimpleNamespace(routers=routers, edges_kept=1, _tally=lambda component: tally)
+        component = Component("", "head", "", "")
+        Projection._add(projection, component, scores, torch.arange(3).to(NAME), 0, slice(0, 2))
+        assert isinstance(tally.by_expert, torch.Tensor) and tally.by_expert.dtype == torch.float64
+        assert tally.sums[:4].all() and tally.reaches.all()
         for name, request in REQUESTS.items():
             compressor.compress(
                 model, f"{out}/{name}", experts=4, calibration=text, samples=16, sequence_length=32, dtype="float32",

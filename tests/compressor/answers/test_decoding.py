@@ -14,7 +14,7 @@ from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, T
 from compressor.answers.decoding import choose, load_writing, probabilities, read_facts
 from compressor.answers.onnx_decoder import UNFINISHED, stream_text
 from compressor.answers.options import GenerationOptions
-from compressor.answers.prompts import encode_text
+from compressor.answers.prompts import Prompt, tokens_of
 from compressor.errors import CompressionError
 from tests.support import small, zoo
 
@@ -144,6 +144,6 @@ def test_special_tokens_do_not_show_nor_eat_a_space() -> None:
 
 def test_prompts_become_token_ids() -> None:
     tokenizer = small.tokenizer()
-    assert encode_text(tokenizer, "") == (tokenizer.bos_token_id,)
+    assert tokens_of(Prompt.of(""), tokenizer) == (tokenizer.bos_token_id,)
     with pytest.raises(CompressionError, match="the prompt is empty"):
-        encode_text(sentence_pieces(), "")
+        tokens_of(Prompt.of(""), sentence_pieces())

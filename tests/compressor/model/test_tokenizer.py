@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 import compressor
 from compressor.answers.lm_eval_models import lm_eval_model
-from compressor.answers.prompts import Prompt, encode_text, tokens_of
+from compressor.answers.prompts import Prompt, tokens_of
 from compressor.answers.tasks import EvaluationOptions
 from compressor.checkpoint.source import locate
 from compressor.data.documents import Document, pack
@@ -75,9 +75,9 @@ def test_text_that_a_tokenizer_does_not_know_is_refused(special: dict[str, str])
         with pytest.raises(CompressionError, match="the tokenizer has no token for the text"):
             pack(map(Document, strange), tokenizer, 32)
     with pytest.raises(CompressionError, match="the tokenizer has no token for the prompt"):
-        encode_text(tokenizer, "hello")
+        tokens_of(Prompt.of("hello"), tokenizer)
     assert {5, 3, 4} < set(pack(map(Document, ["hello", "CAT", " "]), tokenizer, 32).ids.tolist())
-    assert encode_text(tokenizer, "CAT") == (5, 3, 4)
+    assert tokens_of(Prompt.of("CAT"), tokenizer) == (5, 3, 4)
 
 
 def test_a_stream_without_end_is_not_read_for_ever() -> None:
