@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from compressor.devices import as_float64
@@ -296,6 +296,9 @@ class _Lockstep:
             module: Any = self.model.get_submodule(name)
             module.forward = bind(self._pass, name, module.forward)
             self.changes.callback(module.__dict__.pop, "forward", None)
+            if name not in self.blocks:
+                hook = module.register_forward_hook(bind(self._after, name))
+                self.changes.enter_context(hook)
         # other modules load the tensors that their forward may use
         head = head_of(self.model)
         direct: dict[str, list[str]] = {}  # tensors by the module that owns them
@@ -441,9 +444,12 @@ class _Lockstep:
             for visitor in self.visitors:
                 visitor.on_layer_output(output)
             if not replayed:
-                if self.waiting <= {name}:
-                    self.driver.switch(None)  # the pass is done; skip the rest, above all the head
                 return output
+
+    def _after(self, decoder_layer: str, module: nn.Module, args: Any, output: Any) -> None:
+        # after the hooks of visitors, which may watch the whole layer
+        if self.waiting <= {decoder_layer}:
+            self.driver.switch(None)  # the pass is done; skip the rest, above all the head
 
 
 GIVEN_MORE = "is given more of earlier layers than their hidden states"
