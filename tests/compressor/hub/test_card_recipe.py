@@ -59,7 +59,7 @@ def weights(folder: Path) -> dict[str, bytes]:
     [
         ({"strategy": "count-guided", "calibration": ["a.txt=3", "b=2.txt=1"]}, []),
         ({"strategy": "ean", "calibration": ["b=2.txt"], "seed": 3}, ["seed: 3"]),
-        ({"strategy": "count-guided", "calibration": "demo", "correct": "ridge"}, ["method: ridge"]),
+        ({"strategy": "count-guided", "calibration": "demo", "correct": "ridge"}, ["correct: ridge"]),
         ({"strategy": "count-guided", "calibration": "demo", "sequential": True, "seed": 5}, ["sequential: true"]),
         (
             {"strategy": "hc-smoe", "calibration": "demo", "options": {"merge_routers": False, "merge": "max"}},
