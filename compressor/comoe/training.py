@@ -74,34 +74,7 @@ class ComoeTrainer(Trainer):
         use_cpu: bool,
         progress: Progress,
     ) -> None:
-        steps = options.steps
-        if steps is None:
-            batches = math.ceil(math.ceil(len(dataset) / options.batch_size) / options.accumulation)
-            steps = max(1, math.ceil(options.epochs * batches))
-        arguments = TrainingArguments(
-            output_dir=str(run),
-            max_steps=steps,
-            per_device_train_batch_size=options.batch_size,
-            gradient_accumulation_steps=options.accumulation,
-            learning_rate=options.learning_rate,
-            lr_scheduler_type="linear",
-            warmup_steps=round(options.warmup * steps),
-            weight_decay=0.0,
-            max_grad_norm=1.0,
-            logging_steps=options.log_every,
-            save_steps=options.save_every,
-            save_total_limit=2,
-            seed=options.seed,
-            data_seed=options.seed,
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=use_cpu,
-            remove_unused_columns=False,
-            dataloader_pin_memory=False,
-            logging_nan_inf_filter=False,
-        )
-        # of one process one device: replicas would not be watched
-        arguments._n_gpu = min(1, arguments.n_gpu)
+        arguments = training_arguments(options, len(dataset), run, use_cpu)
         collator: Any = partial(collate, pad=pad)
         callbacks: Any = [Reporting(progress)]
         super().__init__(
@@ -217,6 +190,41 @@ class Trained:
     log: tuple[Mapping[str, float], ...]  # a line every so many steps
     files: tuple[Path, ...]
     cost: Cost
+
+
+def training_arguments(
+    options: TuningOptions, items: int, run: Path, use_cpu: bool
+) -> TrainingArguments:
+    """Return the arguments of transformers' Trainer, for one device."""
+    steps = options.steps
+    if steps is None:
+        batches = math.ceil(math.ceil(items / options.batch_size) / options.accumulation)
+        steps = max(1, math.ceil(options.epochs * batches))
+    arguments = TrainingArguments(
+        output_dir=str(run),
+        max_steps=steps,
+        per_device_train_batch_size=options.batch_size,
+        gradient_accumulation_steps=options.accumulation,
+        learning_rate=options.learning_rate,
+        lr_scheduler_type="linear",
+        warmup_steps=round(options.warmup * steps),
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        logging_steps=options.log_every,
+        save_steps=options.save_every,
+        save_total_limit=2,
+        seed=options.seed,
+        data_seed=options.seed,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=use_cpu,
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+        logging_nan_inf_filter=False,
+    )
+    # of one process one device: replicas would not be watched
+    arguments._n_gpu = min(1, arguments.n_gpu)
+    return arguments
 
 
 def train_comoe(

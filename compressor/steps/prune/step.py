@@ -181,8 +181,14 @@ class PruneStep(Step[Prune]):
     def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
         """Describe the split, with the reason for its parts, and how many experts are protected."""
         plan = entry.get("plan") or {}
-        split = [Text(f"{split_sentence(plan['split'])}.")] if plan.get("split") else []
-        return (*split, *protected_blocks_of(plan.get("protected") or {}))
+        blocks: list[Block] = []
+        split = plan.get("split")
+        if split:
+            blocks.append(Text(f"{split_sentence(split)}."))
+            experts = plan["layers"][0]["experts"]
+            if split["parts"] > 1 and plan["experts"] < experts:
+                blocks.append(Text(kept_sentence(plan["experts"], experts, split["parts"])))
+        return (*blocks, *protected_blocks_of(plan.get("protected") or {}))
 
     def _sentences(self, view: OpenModel) -> tuple[str, ...]:
         """Return sentences on the split, before anything is read."""
@@ -194,10 +200,7 @@ class PruneStep(Step[Prune]):
             sentences.append(f"{split_sentence({**split, 'why': self.why})}.")
         if parts > 1 and not self.options.keeps_all:
             kept = self.options.count(layers, parts)
-            sentences.append(
-                f"Keep {kept} of {layers[0].experts} sub-experts in each layer, as large as "
-                f"{kept / parts:.4g} of {layers[0].experts // parts} experts."
-            )
+            sentences.append(kept_sentence(kept, layers[0].experts, parts))
         return tuple(sentences)
 
 
@@ -206,6 +209,14 @@ def _files(state: State, model: OpenModel, refits: bool) -> CutFiles:
     if state.is_written or not refits:
         return CutFiles(state.kept("layers"))
     return state.once("files", lambda: LayerFiles(state, model, refitted=True))
+
+
+def kept_sentence(kept: int, experts: int, parts: int) -> str:
+    """Return a sentence on the sub-experts that stay in each layer, `parts` of an expert."""
+    return (
+        f"Keep {kept} of {experts} sub-experts in each layer, as large as {kept / parts:.4g} of "
+        f"{experts // parts} experts."
+    )
 
 
 def split_sentence(split: Mapping[str, Any]) -> str:
