@@ -35,7 +35,7 @@ def tune_by_peft(
         base,
         peft.LoraConfig(
             r=config.rank,
-            lora_alpha=config.scaling * config.rank,
+            lora_alpha=2.0 * config.rank if config.alpha is None else config.alpha,
             lora_dropout=config.dropout,
             target_modules=[*config.targets],
             use_dora={"lora": False, "dora": True}[method],
