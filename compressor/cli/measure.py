@@ -224,7 +224,11 @@ def _entries(kind: str) -> Iterator[tuple[Any, ...]]:
                 "distill, as distill.optimizer: adam by default, with distill.stream adafactor.",
                 None,
             )
-        yield "adafactor", "correct, with the method tune; correct.rate is its learning rate.", None
+        yield (
+            "adafactor",
+            "correct, with the method tune; prune.correct.rate is its learning rate.",
+            None,
+        )
         yield "adamw", "comoe train; --learning-rate is its learning rate.", None
 
 

@@ -72,8 +72,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 Fast = Annotated[
     bool,
     flag(
-        "One pass, energy, ridge. Short for --strategy energy --sequential --correct ridge --set "
-        "correct.toward=0."
+        "One pass, energy, ridge. Short for --strategy energy --sequential --correct ridge "
+        "--prune.correct.toward 0."
     ),
 ]
 Best = Annotated[
