@@ -74,7 +74,6 @@ class OpenModel:
     # how parts are cut from quantised tensors (`steps.split.quantized`), if any are
     stored_parts: Any = None
     top_k: int | None = None  # the top-k of smaller models if it is not the view's
-    formats: tuple[str, ...] = ()  # requested for the output
     # results that others reuse
     cached: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 

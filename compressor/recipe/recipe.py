@@ -259,7 +259,6 @@ def with_values(recipe: "Recipe", values: Mapping[str, Any]) -> "Recipe":
         )
     content = dict(recipe)
     of_steps = dict[str, dict[str, Any]]()
-    changed = set[str]()  # fields of prune or constants
     for path, value in sorted(values.items(), key=lambda entry: entry[0].count(".")):
         head, _, field = path.partition(".")
         if head in Recipe.model_fields and head != "steps":
@@ -279,17 +278,16 @@ def with_values(recipe: "Recipe", values: Mapping[str, Any]) -> "Recipe":
                 f"the recipe has {names.count(head)} steps {head}; change the one that is meant in "
                 "the file"
             )
-        if head not in of_steps:
-            of_steps[head] = recipe.steps[names.index(head)].model_dump() if head in names else {}
-        options = of_steps[head]
-        if field in COUNTS and not changed & {*COUNTS}:
-            options |= dict.fromkeys({*COUNTS} & options.keys())
-        elif field == "strategy" and "options" in options and "options" not in changed:
-            options["options"] = {}  # the recipe's were another strategy's
-        changed.add(field)
-        of_steps[head] = _with(options, field, value)
+        of_steps.setdefault(head, {})[field] = value
     steps = list(recipe.steps)
-    for name, options in of_steps.items():
+    for name, given in of_steps.items():
+        options = steps[names.index(name)].model_dump() if name in names else {}
+        if given.keys() & COUNTS:
+            options |= dict.fromkeys({*COUNTS} & options.keys())
+        if "strategy" in given and "options" in options:
+            options["options"] = {}  # the recipe's were another strategy's
+        for field, value in given.items():
+            options = _with(options, field, value)
         if name in names:
             steps[names.index(name)] = make_step(name, options)
             continue
@@ -305,8 +303,6 @@ def _with(options: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
     name, _, inner = path.partition(".")
     old = options.get(name)
     below = dict(old) if isinstance(old, BaseModel | Mapping) else {}
-    if name == "correct" and isinstance(old, str):
-        below = {"method": old}
     if inner:
         return {**options, name: _with(below, inner, value)}
     if name == "correct" and isinstance(value, str):

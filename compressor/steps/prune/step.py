@@ -110,15 +110,15 @@ class PruneStep(Step[Prune]):
         sees the compressed ones."""
         prune = self.options
         model = self.view(state.model)
-        split = None
-        if model.is_split or self.why:
-            split = shapes(model.whole or model, int(prune.split))
+        split: Mapping[str, Any] | None = None
+        if self.why:
+            split = shapes(model.whole or model, 1)
         if model.is_split:
             changed = any(options.rewrites for options in state.run.options)
             model = partitioned(model, state.fit, state.progress, state.seed, changed)
-            split = {**(split or {}), **(model.split or {})}
+            split = model.split
         if split is not None and self.why:
-            split["why"] = self.why
+            split = {**split, "why": self.why}
         plan = replace(untouched(model), split=split, top_k=model.top_k)
         decided = state.once("model", lambda: self.view(state.model, plan))
         return plan if prune.keeps_all else replace(self._decide(state, decided), split=split)
