@@ -76,10 +76,11 @@ from compressor.steps.job import copy_job
 from compressor.steps.step import Result, Run, State
 from compressor.steps.tensors import OutputJob
 from compressor.steps.workdir import (
-    LayerWriter,
+    CheckpointWriter,
     assemble,
     check_space,
     check_target,
+    drop_tensors,
     open_workdir,
     publish,
     put_tensors,
@@ -169,7 +170,7 @@ def run(recipe: Recipe, delivery: Delivery, plan: Plan | None = None) -> Outcome
             ranks().broadcast(lambda: check_target(delivery.out, delivery.overwrite))
             ranks().broadcast(lambda: check_space(delivery.out, needed))
             work.resume(key)
-            with dated(work.date):
+            with dated(work.journal["date"]):
                 state = begin(resolved, session, work)
                 if resolved.recipe.output.evaluate and state.texts:
                     text = next(iter(state.texts.values()))
@@ -433,25 +434,29 @@ def run_steps(run: Run) -> list[WrittenCheckpoint]:
     checkpoints = list[WrittenCheckpoint]()
     model = run.source
     for number, step in enumerate(run.steps, run.first):
-        if number in work.steps:  # recorded by a run that was killed
-            entry = PlannedStep.from_dict(work.steps[number], "journal.json")
+        recorded = work.recorded(number)
+        if recorded is not None:  # by a run that was killed
+            entry = PlannedStep.from_dict(recorded, "journal.json")
             changes = {"decision": entry.decision, "result": entry.result, "text": entry.text}
             run.plan = run.plan.with_entry(number, **changes)
         if checkpoints:
             model = checkpoints[-1].opened(run.base)
-        with LayerWriter() as writer:
-            state = State(run, number, model, writer)
-            if step.options.in_place:
-                if not checkpoints:  # it works on a copy of the input
-                    checkpoints.append(_write_checkpoint(state, copy_job(model), []))
-                    state = replace(state, model=checkpoints[-1].opened(run.base))
-                _change_checkpoint(state, checkpoints[-1])
-                continue
-            if len(checkpoints) > 1 and ranks().is_first:
-                # a run that is killed from here on repeats the steps that wrote it
-                shutil.rmtree(checkpoints[-2].folder, ignore_errors=True)
-            if checkpoints:
-                checkpoints[-1].model = None
+        state = State(run, number, model)
+        if step.options.in_place:
+            if not checkpoints:  # it works on a copy of the input
+                checkpoints.append(_write_checkpoint(state, copy_job(model), []))
+                state = replace(state, model=checkpoints[-1].opened(run.base))
+            _change_checkpoint(state, checkpoints[-1])
+            continue
+        if ranks().is_first:  # what no later step reads
+            for earlier in checkpoints[:-1]:
+                drop_tensors(earlier.folder)
+            for earlier_number in range(number):
+                shutil.rmtree(work.kept(earlier_number), ignore_errors=True)
+        if checkpoints:
+            checkpoints[-1].model = None
+        with CheckpointWriter(state.folder, [state.label]) as writer:
+            state = replace(state, writer=writer)
             decide(state)
             job = step.write(state)
             assert isinstance(job, OutputJob), step.name
@@ -470,21 +475,16 @@ def decide(state: State) -> None:
 
 def _write_checkpoint(state: State, job: OutputJob, labels: Sequence[str]) -> WrittenCheckpoint:
     """Write the files of a job that are not there yet, layer by layer."""
-    work = state.run.work
-    assert work is not None
     if not state.is_written:
         state.progress.start("write", len(job.decoder_layers))
         with state.run.clock.phase("write"):
             write_checkpoint(job, state.folder, labels, state.progress.advance)
-        if not job.reads_kept:
-            work.drop_kept(state.number)
     return WrittenCheckpoint(state.folder, job)
 
 
 def _change_checkpoint(state: State, checkpoint: WrittenCheckpoint) -> None:
     """Have a step give new tensors for the files of a checkpoint."""
     run = state.run
-    assert run.work is not None
     if run.plan.steps[state.number].result is not None:
         return
     for model in (run.source, run.base):  # the step may need the memory for a whole model
@@ -502,4 +502,5 @@ def _change_checkpoint(state: State, checkpoint: WrittenCheckpoint) -> None:
     ranks().broadcast(write_tensors)
     checkpoint.model = None  # it was opened with the old tensors
     run.record(state.number, result=dict(result.figures), text=state.own_text)
-    run.work.drop_kept(state.number)
+    if ranks().is_first:
+        shutil.rmtree(state.kept(""), ignore_errors=True)

@@ -89,7 +89,6 @@ class OutputJob:
     # tensors of the input that no part of the stock model, nor of a head that is kept, loads
     left_out: tuple[str, ...] = ()
     heads: tuple[Head, ...] = ()  # multi-token-prediction heads that are kept
-    reads_kept: bool = False  # `verify` reads what the step keeps in the work folder
 
 
 def weighted_members(group: Group, router: bool = False) -> list[tuple[int, float]]:
@@ -157,7 +156,7 @@ def plan_outputs(
     checkpoint: Checkpoint,
     roles: Mapping[str, Role],
     plan: ExpertPlan,
-    layer_names: tuple[str, ...],
+    layer_names: Sequence[str],
 ) -> list[OutputTensor]:
     """Return the output's tensors with these roles in the order of the layers, stored as the base
     stores them."""
