@@ -163,10 +163,6 @@ class Run:
     teacher: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def options(self) -> tuple[StepOptions, ...]:
-        return tuple(step.options for step in self.steps)
-
-    @property
     def first(self) -> int:
         """The number of the first of these steps in the plan; earlier runs did those before it."""
         return len(self.plan.steps) - len(self.steps)
@@ -200,7 +196,7 @@ class State:
     @property
     def earlier(self) -> tuple[StepOptions, ...]:
         """Options of the steps of this run that come before it."""
-        return self.run.options[: self.position]
+        return tuple(step.options for step in self.run.steps[: self.position])
 
     @property
     def label(self) -> str:
