@@ -210,7 +210,7 @@ def test_killed_before_any_system_call(
         patch.setattr(os, call, before_calls(call, numbers.append))
         write(a_job(), tmp_path / "count")
     total = numbers[-1]
-    for fatal in sorted({1, 2, total // 2, total - 1, total} & {*numbers}):
+    for fatal in sorted({1, total // 2, total} & {*numbers}):
         out = tmp_path / f"out-{fatal}"
         if exists:
             out.mkdir()
@@ -276,9 +276,17 @@ def test_too_small_a_disk_is_refused_before_anything_is_written_and_an_interrupt
         workdir.check_space(tmp_path / "out", 3_500_000)
 
 
-@pytest.mark.parametrize("call", ["pwrite", "fsync", "replace"])
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    ("call", "code", "overwrite"),
+    [
+        ("pwrite", errno.ENOSPC, False),
+        ("pwrite", errno.EDQUOT, True),
+        ("fsync", errno.ENOSPC, True),
+        ("fsync", errno.EIO, False),
+        ("replace", errno.ENOSPC, True),
+        ("replace", errno.EIO, False),
+    ],
+)
 def test_a_disk_that_fails_at_any_call_leaves_what_was_there(
     call: str, code: int, overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
