@@ -381,6 +381,12 @@ def rewritten(job: OutputJob, change: Change, config: Mapping[str, Any] | None =
     `change` has to work on tensors without data (on the device "meta"), too: shapes and dtypes are
     known by that."""
     stored = {output.name: output for output in job.outputs}
+    outputs = []
+    for output in job.outputs:
+        empty = torch.empty(output.shape, dtype=TORCH_DTYPES[output.dtype], device="meta")
+        value = change(output.name, empty)
+        dtype = DTYPE_NAMES[value.dtype]
+        outputs.append(replace(output, dtype=dtype, shape=tuple(value.shape), content=None))
 
     def produce(decoder_layer: str) -> Named:
         for name, pieces in job.produce(decoder_layer):
@@ -391,8 +397,7 @@ def rewritten(job: OutputJob, change: Change, config: Mapping[str, Any] | None =
     stated = job.files["config.json"]
     assert isinstance(stated, bytes)
     files = {**job.files, "config.json": json_bytes({**json.loads(stated), **(config or {})})}
-    outputs = tuple(_changed(output, change) for output in job.outputs)
-    return replace(job, outputs=outputs, produce=produce, files=files)
+    return replace(job, outputs=tuple(outputs), produce=produce, files=files)
 
 
 def rewritten_size(
@@ -403,13 +408,6 @@ def rewritten_size(
 
     `changed`: other steps write experts anew, in a plain dtype.
     """
-    job = make_job(
-        model, even_plan(model, experts), through=stored_partial(model) if changed else None
-    )
-    return OutputSize(Size.of(_changed(output, change) for output in job.outputs))
-
-
-def _changed(output: OutputTensor, change: Change) -> OutputTensor:
-    empty = torch.empty(output.shape, dtype=TORCH_DTYPES[output.dtype], device="meta")
-    value = change(output.name, empty)
-    return replace(output, dtype=DTYPE_NAMES[value.dtype], shape=tuple(value.shape), content=None)
+    through = stored_partial(model) if changed else None
+    job = make_job(model, even_plan(model, experts), through=through)
+    return OutputSize(Size.of(rewritten(job, change).outputs))

@@ -341,11 +341,8 @@ def equal_rows_before(value: Tensor, dim: int, experts: int) -> Tensor:
     if value.is_meta or value.numel() == value.shape[dim]:
         return torch.zeros(experts)
     rows = value.detach().narrow(dim, 0, experts).movedim(dim, 0).flatten(1)
-    # most rows differ in their first number
-    alike = (rows[:, None, :1] == rows[None, :, :1]).all(2)
-    for one, other in alike.tril(-1).nonzero().tolist():
-        alike[one, other] = torch.equal(rows[one], rows[other])
-    return alike.tril(-1).sum(1)
+    _, kinds = rows.double().unique(dim=0, return_inverse=True)
+    return (kinds[:, None] == kinds).tril(-1).sum(1)
 
 
 def tensor_bytes_view(tensor: Tensor) -> memoryview:
