@@ -73,6 +73,7 @@ SPARE_BYTES = 16 * 2**20  # config, tokenizer and index files
 Advance = Callable[[str], None]
 # tensors processed at once: checking one for NaN and copying another keep two cores busy
 WRITERS = 2
+REST = "rest.safetensors"  # a checkpoint's file of all that lies outside decoder layers
 STEPS = "steps"  # in a header's metadata: names of the steps that made the file
 Described = Sequence[TensorInfo | OutputTensor]
 Item = TypeVar("Item")
@@ -210,15 +211,19 @@ def _stored(
 
 
 def drop_tensors(folder: Path) -> None:
-    """Free the space of a checkpoint's tensors, which become holes in its files: names and shapes
-    stay, by which a resumed run opens it."""
+    """Free the space of decoder layers, whose tensors become holes in a checkpoint's files: names
+    and shapes stay, by which a resumed run opens it.
+
+    Opening also compares tensors that may be tied, which lie outside decoder layers.
+    """
     for path in folder.glob("*.safetensors"):
-        size = path.stat().st_size
-        with path.open("rb") as stream:
-            header = stream.read(header_bytes(path))
-        with replacing(path, path.with_suffix(".new")) as fresh:
-            fresh.write_bytes(header)
-            os.truncate(fresh, size)
+        if path.name != REST:
+            size = path.stat().st_size
+            with path.open("rb") as stream:
+                header = stream.read(header_bytes(path))
+            with replacing(path, path.with_suffix(".new")) as fresh:
+                fresh.write_bytes(header)
+                os.truncate(fresh, size)
 
 
 def assemble(checkpoint: Path, output: Path, max_shard_bytes: int | None) -> None:
@@ -344,7 +349,7 @@ class CheckpointWriter:
 
     def path(self, decoder_layer: str) -> Path:
         """Return the file of a decoder layer, or of the rest of the model."""
-        return self.folder / f"{decoder_layer or 'rest'}.safetensors"
+        return self.folder / (f"{decoder_layer}.safetensors" if decoder_layer else REST)
 
     def is_written(self, decoder_layer: str) -> bool:
         """Return True if these steps have made a decoder layer's file, and it can be read."""
