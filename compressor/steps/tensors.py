@@ -341,7 +341,7 @@ def equal_rows_before(value: Tensor, dim: int, experts: int) -> Tensor:
     if value.is_meta or value.numel() == value.shape[dim]:
         return torch.zeros(experts)
     rows = value.detach().narrow(dim, 0, experts).movedim(dim, 0).flatten(1)
-    _, kinds = rows.double().unique(dim=0, return_inverse=True)
+    kinds: Tensor = rows.double().unique(dim=0, return_inverse=True)[1]
     return (kinds[:, None] == kinds).tril(-1).sum(1)
 
 
