@@ -182,7 +182,8 @@ class Outcome:
             "servers": None if self.servers is None else asdict(self.servers),
             "loader_fault": self.loader_fault,
             "steps": [
-                {name: step[name] for name in ("name", "options", "result")} for step in self.steps
+                {"name": step["name"], "options": step["options"], "result": step["result"]}
+                for step in self.steps
             ],
         }
         quantized = self.quantized
