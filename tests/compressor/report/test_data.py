@@ -114,7 +114,7 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no plan": (lambda content: content.pop("plan"), "holds no plan"),
     "another plan": (lambda content: content["plan"].pop("steps"), "steps should be a list"),
     "no sizes": (lambda content: content.pop("bytes"), "bytes is missing; add it"),
-    "odd sizes": (lambda content: content.update(parameters={"before": "many"}), r"parameters.before should be a whole number"),
+    "odd sizes": (lambda content: content.update(parameters={"before": "many"}), "before should be a whole number"),
 }
 
 
