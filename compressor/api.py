@@ -14,7 +14,7 @@ from compressor.answers.lm_eval_run import identity, plan_evaluation
 from compressor.answers.options import AnswerOptions, ServerOptions, TaskOptions
 from compressor.answers.server import Server, refuse_tasks, servers_of
 from compressor.answers.traces import Traces, write_traces
-from compressor.checkpoint.source import ModelSource, find_model, locate, locate_tokenizer
+from compressor.checkpoint.source import ModelSource, find_model, locate
 from compressor.data.sources import sources_or_texts
 from compressor.distributed import ranks, refuse_several
 from compressor.errors import CompressionError
@@ -387,7 +387,9 @@ def _source(
     """Return a model by name and revision; of one that is served its tokenizer alone, and the
     server, checked."""
     source = (
-        find_model(name, revision, progress) if server is None else locate_tokenizer(name, revision)
+        find_model(name, revision, progress)
+        if server is None
+        else locate(name, revision, weights=False)
     )
     return source, server and server.checked(source.folder, source.label)
 

@@ -25,12 +25,12 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Any) -> None:
         safetensors.torch.save_file(on_cpu, fresh, metadata={FACTS: json.dumps(facts)})
 
 
-def read_metadata(path: Path) -> Any:
-    """Facts about kept tensors; None if they are not there, or cannot be read."""
+def read_metadata(path: Path, name: str = FACTS, default: str = "null") -> Any:
+    """Facts in the header of a file of tensors; None if it is not there, or cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
-            return json.loads(file.metadata()[FACTS])
-    except (FileNotFoundError, SafetensorError):
+            return json.loads((file.metadata() or {}).get(name, default))
+    except (OSError, SafetensorError):
         return None
 
 

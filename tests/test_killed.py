@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from compressor.checkpoint.reader import READ_BYTES
 from tests.support import small
 from tests.support.audit import Moment, happening, paths_of, press_ctrl_c
 from tests.support.command_line import Run, captured, names, run_killed
@@ -88,7 +89,7 @@ MOMENTS: list[tuple[str, Moment, Sequence[int]]] = [  # with the layers that the
     ("gptq", PUT_IN_PLACE, ()),
     ("rounded", layer(1, STAGED), ()),
     ("rounded", Moment("open", r"/output/model\.safetensors"), ()),
-    ("corrected, then gptq", layer(1, "kept/1-quantized"), (1, 2)),
+    ("corrected, then gptq", layer(1, "kept/1/quantized"), (1, 2)),
     ("corrected, then gptq", Moment("open", r"/output/model\.safetensors"), ()),
 ]
 
@@ -138,8 +139,8 @@ def test_training_goes_on_where_it_was_killed(
 @pytest.mark.parametrize(
     ("way", "moment", "cut"),
     [
-        ("gptq", layer(0, STAGED), ["*-quantized/*.safetensors"]),
-        ("distilled", Moment(pattern=r"/steps/state\.safetensors$", nth=4), ["*/step-*/*", "base-*/*-0000000.*"]),
+        ("gptq", layer(0, STAGED), ["quantized/*.safetensors"]),
+        ("distilled", Moment(pattern=r"/steps/state\.safetensors$", nth=4), ["step-*/*", "base-*/*-0000000.*"]),
     ],
 )
 def test_files_that_a_power_loss_has_cut_short_count_as_none(
@@ -182,3 +183,23 @@ def test_interrupted_from_the_keyboard(
     assert result.status == 130 and result.err.endswith("\nInterrupted; run the same command again to go on.\n")
     assert not out.exists() and run(*command("merged", out)).status == 0
     assert tree(out) == whole("merged") and names(tmp_path) == ["out"]
+
+
+@pytest.mark.full
+def test_a_run_killed_in_its_third_step_repeats_none_of_the_others(home: Path, run: Run, tmp_path: Path) -> None:
+    recipe, base, out = tmp_path / "recipe.yaml", home / "layers", tmp_path / "out"
+    steps = "{prune: {experts: 6}}, {prune: {experts: 4}}, {quantize: {scheme: int4}}"
+    text = f"calibration: {{data: [{home / 'calibration.txt'}], samples: 12, sequence_length: 32}}"
+    recipe.write_text(f"model: {base}\nsteps: [{steps}]\n{text}\noutput: {{evaluate: false}}\n")
+    assert run("compress", recipe, "-o", tmp_path / "whole").status == 0
+    assert run_killed(["compress", str(recipe), "-o", str(out)], layer(1, "step-2")) == -signal.SIGKILL
+    first = tmp_path / ".out.moe-compressor" / "step-0"
+    assert sum(file.stat().st_blocks for file in first.glob("model.*.safetensors")) < sum(
+        file.stat().st_size // 512 for file in first.glob("model.*.safetensors")
+    )
+    READ_BYTES.clear()
+    with paths_of("os.rename", r"/step-1/") as written:
+        assert run("compress", recipe, "-o", out).status == 0
+    experts = [name for folder, name in READ_BYTES if folder == base and ".experts." in name]
+    assert not written and not experts
+    assert tree(out) == tree(tmp_path / "whole") and names(tmp_path) == ["out", "recipe.yaml", "whole"]

@@ -249,10 +249,13 @@ class ModelSource:
 
 
 def locate(
-    model: str, revision: str | None = None, progress: Progress | None = None
+    model: str,
+    revision: str | None = None,
+    progress: Progress | None = None,
+    weights: bool = True,
 ) -> ModelSource:
-    """Find a local folder, or download a model from the Hub, shard by shard; links out of a folder
-    are refused.
+    """Find a local folder, or download a model from the Hub, shard by shard, or without its
+    `weights`; links out of a folder are refused.
 
     The folder of a download lies in the cache, named after the commit. If the Hub is unreachable, a
     complete copy there is used. Raises `CompressionError`."""
@@ -275,8 +278,10 @@ def locate(
     repository = find_repository(model, revision)
     if isinstance(repository, Path):
         return ModelSource(model, repository.name, repository)
-    head = weights_file(repository, revision)
     small = companions(repository.files)
+    if not weights:
+        return ModelSource(model, repository.commit, fetch_small(repository, revision, small))
+    head = weights_file(repository, revision)
     if head.endswith(INDEX_END) or not small:
         small = [head, *small]
     folder = fetch_small(repository, revision, small)
@@ -291,17 +296,6 @@ def locate(
     for file in wanted:  # links files that the cache has for another commit
         _fetch(model, file.path, repository.commit)
     return ModelSource(model, folder.name, folder)
-
-
-def locate_tokenizer(model: str, revision: str | None = None) -> ModelSource:
-    """Find a local folder, or download the files beside the weights of a model on the Hub."""
-    if is_local(model):
-        return locate(model, revision)
-    repository = find_repository(model, revision)
-    if isinstance(repository, Path):
-        return ModelSource(model, repository.name, repository)
-    folder = fetch_small(repository, revision, companions(repository.files))
-    return ModelSource(model, repository.commit, folder)
 
 
 def find_model(

@@ -28,7 +28,7 @@ def text(
 ) -> None:
     """Show what calibration will read: rows, columns, the first documents as tokens, and the digest
     of all tokens."""
-    from compressor.checkpoint.source import locate_tokenizer
+    from compressor.checkpoint.source import locate
     from compressor.data.batches import TextSpec, load_tokenizer
     from compressor.data.sources import DEFAULT_SOURCE, parse_sources
     from compressor.recipe.step import TextOptions
@@ -37,7 +37,7 @@ def text(
     chosen = TextOptions(**options)
     entries = parse_sources(sources or [DEFAULT_SOURCE])
     spec = TextSpec(entries, chosen.samples, chosen.sequence_length, seed, strict=chosen.strict)
-    tokenizer = None if model is None else load_tokenizer(locate_tokenizer(model).folder)
+    tokenizer = None if model is None else load_tokenizer(locate(model, weights=False).folder)
     previews = preview(spec, tokenizer, documents)
     blocks = (block for shown in previews for block in preview_blocks(shown, tokenizer is not None))
     print_report(running.as_json, previews, blocks)

@@ -10,7 +10,7 @@ from compressor.answers.onnx_decoder import onnx_decoder
 from compressor.answers.options import ServerOptions
 from compressor.answers.server import open_server
 from compressor.checkpoint.reader import Size
-from compressor.checkpoint.source import ModelSource, locate, locate_tokenizer
+from compressor.checkpoint.source import ModelSource, locate
 from compressor.entry_points import kind_of_file
 from compressor.errors import CompressionError, reason_of
 from compressor.extras import require
@@ -62,7 +62,7 @@ def check(
     if not is_file and not is_graph:
         # of a model that a server runs, the small files are enough
         source = (
-            locate_tokenizer(model, revision)
+            locate(model, revision, weights=False)
             if servers.server
             else locate(model, revision, progress)
         )

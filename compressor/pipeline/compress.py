@@ -39,29 +39,23 @@ logger = logging.getLogger(__name__)
 def largest_tried(recipe: Recipe, request: GateRequest) -> tuple[Recipe, GateRequest]:
     """Return the recipe of the largest model that a search may try, and its gate; only headers are
     read."""
-    check_search(recipe)
     source, checkpoint = read_headers(str(recipe.model), recipe.revision)
     counts = possible_counts(open_checkpoint(source, checkpoint, recipe.dtype, "cpu"), recipe)
     return with_experts(recipe, counts[-1]), shared_among(request, counts)
 
 
-def check_search(recipe: Recipe) -> None:
-    """Refuse a search if the number of experts is given, or no step takes one."""
-    assert recipe.gate is not None
-    if recipe.gate.keep_failed:
+def possible_counts(model: OpenModel, recipe: Recipe) -> list[int]:
+    """Return the numbers of experts, counted as the source does, that every layer can be cut to.
+
+    Raises `CompressionError` if the number is given, or no step takes one."""
+    if recipe.gate is not None and recipe.gate.keep_failed:
         raise CompressionError("--search keeps what passes; leave out --keep-failed")
     prune = next((step for step in recipe.steps if isinstance(step, Prune)), None)
     if prune is None or prune.is_sized:
         raise CompressionError(
             "--search finds the number of experts; leave out --experts and --ratio"
         )
-
-
-def possible_counts(model: OpenModel, recipe: Recipe) -> list[int]:
-    """Return the numbers of experts, counted as the source does, that every layer can be cut to."""
-    prune = next(step for step in recipe.steps if isinstance(step, Prune))
-    step = prune.step()
-    layers = step.resolve(model).view(model).architecture.layers
+    layers = prune.step().resolve(model).view(model).architecture.layers
     parts = layers[0].parts
     counts = [count // parts for count in counts_below(layers) if count % parts == 0]
     if not counts:
@@ -220,7 +214,6 @@ def carry_out(
     counts = []
     facts = []
     if options.search:
-        check_search(recipe)
         model = open_model(source, recipe.dtype, delivery.device)
         counts = possible_counts(model, recipe)
         facts = search_facts(model, recipe)

@@ -132,7 +132,7 @@ def dry_run(recipe: Recipe) -> DryRun:
         base = model if of_base.revision else open_checkpoint(of_base, headers, recipe.dtype, "cpu")
     resolved = prepare(recipe, model, base, earlier_plan(model))
     experts = resolved.counts[-1]
-    changed = any(step.rewrites for step in resolved.options)
+    changed = any(step.options.rewrites for step in resolved.steps)
     before = _shape(model, model.architecture.experts, partial(output_size, model))
     after = _shape(
         resolved.view,
@@ -154,9 +154,9 @@ def dry_run(recipe: Recipe) -> DryRun:
     fitted = [copies * text.samples * text.sequence_length for text in texts]
     trained = [count * length for text in texts for _, count, length in text.parts]
     steps = []
-    for step, need in zip(resolved.options, resolved.requirements, strict=True):
+    for step, need in zip(resolved.steps, resolved.requirements, strict=True):
         passes = need.passes if texts else 0
-        steps.append({"name": step.name, "options": step.to_dict(), "passes": passes})
+        steps.append({"name": step.name, "options": step.options.to_dict(), "passes": passes})
     return DryRun(
         model=source.label,
         revision=source.revision,

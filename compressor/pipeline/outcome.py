@@ -18,14 +18,14 @@ from compressor.files import TOOL
 from compressor.formatting import human_bytes, human_count, share
 from compressor.model.inspection import stock_fault
 from compressor.model.opened import OpenModel, advice_on, open_model, served_model
-from compressor.model.serving import TRANSFORMERS, Advice
+from compressor.model.serving import Advice
 from compressor.quality_gate.domain_divergence import DomainDivergence
 from compressor.quality_gate.report import gate_of, read_gate
 from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.plan import ExpertPlan
 from compressor.recipe.steps_plan import QUANTIZE, Plan
 from compressor.records import plain_json, read_as, read_json, read_object, readable_json
-from compressor.run_record import COMPRESSION, read_record, versions
+from compressor.run_record import COMPRESSION, RunRecord, read_record, versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,23 +149,19 @@ class Outcome:
         entries = [step.to_dict() for step in self.plan.of(QUANTIZE) if step.decision is not None]
         return entries[-1] if entries and self.packed else None
 
-    @property
-    def needs_loop(self) -> bool:
-        """True if stock transformers runs the experts only in its plain loop."""
-        return self.servers is not None and any(
-            breach.server == TRANSFORMERS for breach in self.servers.breaches
-        )
-
     def sizes(self) -> list[SizeRow]:
         """Return sizes before and after."""
         return size_rows((self.experts_before, self.experts_after), self.before, self.after)
 
-    def before_and_after(self) -> dict[str, dict[str, int]]:
-        """Return experts, parameters and bytes, as JSON has them."""
+    def facts(self) -> dict[str, Any]:
+        """Return what summary and record share, as JSON has it."""
         return {
             "experts": {"before": self.experts_before, "after": self.experts_after},
             "parameters": {"before": self.before.parameters, "after": self.after.parameters},
             "bytes": {"before": self.before.bytes, "after": self.after.bytes},
+            "left_out": list(self.left_out),
+            "zeroed_fields": list(self.zeroed_fields),
+            "config_fields": dict(self.config_fields),
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -175,13 +171,10 @@ class Outcome:
             "source": {"model": self.plan.source.model, "revision": self.plan.source.revision},
             "strategy": self.strategy,
             "top_k": self.top_k,
-            **self.before_and_after(),
+            **self.facts(),
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
             "peak_memory_bytes": self.peak_memory,
             "command": self.command,
-            "left_out": list(self.left_out),
-            "zeroed_fields": list(self.zeroed_fields),
-            "config_fields": dict(self.config_fields),
             "protected_experts": sum(map(len, self.expert_plan.protected.values())),
             "plan_digest": self.plan.digest(),
             "calibration": self.plan.calibration,
@@ -193,15 +186,14 @@ class Outcome:
                 for step in self.steps
             ],
         }
-        if self.acceptance:
-            content["acceptance"] = dict(self.acceptance)
-        if self.heldout is not None:
-            content["heldout"] = plain_json(self.heldout)
-        if self.quantized is not None:
-            content["quantization"] = {**self.quantized["options"], **self.quantized["plan"]}
-        if self.plan.constants is not None:
-            content["constants"] = self.plan.constants
-        return content
+        quantized = self.quantized
+        more = {
+            "acceptance": dict(self.acceptance),
+            "heldout": self.heldout and plain_json(self.heldout),
+            "quantization": quantized and {**quantized["options"], **quantized["plan"]},
+            "constants": self.plan.constants,
+        }
+        return content | {name: value for name, value in more.items() if value}
 
 
 class GateFailedError(CompressionError):
@@ -228,9 +220,33 @@ class GateFailedError(CompressionError):
         super().__init__(f"{out} did not pass the gate ({self.result.verdict}) and {left}")
 
 
-def record_of(outcome: Outcome, files: Sequence[str], label: str) -> bytes:
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    before: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """The fields of compression.json beside its plan."""
+
+    experts: _Pair
+    parameters: _Pair
+    bytes: _Pair
+    left_out: tuple[str, ...]
+    zeroed_fields: tuple[str, ...]
+    config_fields: Mapping[str, Any]
+    versions: Mapping[str, str]
+    plan_digest: str
+    heldout: DomainDivergence | None = None
+
+
+def record_of(outcome: Outcome, files: Sequence[str], label: str, aligned: bool) -> bytes:
     """compression.json: how the output was made. No timings and no folders, so that equal runs give
-    equal bytes."""
+    equal bytes.
+
+    Rows of experts that are not `aligned` run in the plain loop of stock transformers alone.
+    """
     content = outcome.plan.to_dict()
     content["source"]["model"] = label
     if outcome.plan.base is not None:
@@ -244,20 +260,18 @@ def record_of(outcome: Outcome, files: Sequence[str], label: str) -> bytes:
         if split is not None and split.get("calibration") is not None:
             described = {**split, "calibration": without_folders(split["calibration"])}
             step["plan"] = {**step["plan"], "split": described}
+    record = {
+        "tool": TOOL,
+        "versions": versions(),
+        **outcome.facts(),
+        "experts_implementation": None if aligned else "eager",
+        "files": sorted(files),
+        "plan_digest": outcome.plan.digest(),
+        "plan": content,
+        "heldout": outcome.heldout and plain_json(outcome.heldout),
+    }
     return readable_json(
-        {
-            "tool": TOOL,
-            "versions": versions(),
-            **outcome.before_and_after(),
-            "left_out": list(outcome.left_out),
-            "zeroed_fields": list(outcome.zeroed_fields),
-            "config_fields": dict(outcome.config_fields),
-            **({"experts_implementation": "eager"} if outcome.needs_loop else {}),
-            "files": sorted(files),
-            "plan_digest": outcome.plan.digest(),
-            "plan": content,
-            **({} if outcome.heldout is None else {"heldout": plain_json(outcome.heldout)}),
-        }
+        {name: value for name, value in record.items() if value is not None}
     ).encode()
 
 
@@ -309,37 +323,28 @@ def read_outcome(folder: Path, gate: Path | GateResult | None = None) -> Outcome
     `gate` is by default the result beside the weights; one about other files is refused. Raises
     `CompressionError` where the folder has no record or a damaged one."""
     content, plan = _recorded(folder)
-    run = read_record(folder)
+    record = read_as(_Record, content, f"{folder / COMPRESSION}: ")
+    run = read_record(folder) or RunRecord("", None)
     if isinstance(gate, Path):
         gate = read_gate(gate)
-    try:
-        parameters = content["parameters"]
-        nbytes = content["bytes"]
-        experts = content["experts"]
-        return Outcome(
-            out=str(folder),
-            plan=plan,
-            experts_before=int(experts["before"]),
-            experts_after=int(experts["after"]),
-            before=Size(int(parameters["before"]), int(nbytes["before"])),
-            after=Size(int(parameters["after"]), int(nbytes["after"])),
-            seconds=run.seconds if run else {},
-            peak_memory=run.peak_memory if run else 0,
-            left_out=tuple(map(str, content["left_out"])),
-            zeroed_fields=tuple(map(str, content["zeroed_fields"])),
-            config_fields=dict(content["config_fields"]),
-            packed=is_packed(folder),
-            loader_fault=fault_of(folder),
-            acceptance=run.acceptance if run else {},
-            heldout=read_as(DomainDivergence, content["heldout"])
-            if content.get("heldout")
-            else None,
-            versions=dict(content["versions"]),
-            command=run.command if run else None,
-            gate=gate_of(folder, gate),
-            recorded_digest=str(content["plan_digest"]),
-        )
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-        raise CompressionError(
-            f"{folder / COMPRESSION} is damaged ({error!r}); compress again"
-        ) from error
+    return Outcome(
+        out=str(folder),
+        plan=plan,
+        experts_before=record.experts.before,
+        experts_after=record.experts.after,
+        before=Size(record.parameters.before, record.bytes.before),
+        after=Size(record.parameters.after, record.bytes.after),
+        seconds=run.seconds,
+        peak_memory=run.peak_memory,
+        left_out=record.left_out,
+        zeroed_fields=record.zeroed_fields,
+        config_fields=record.config_fields,
+        packed=is_packed(folder),
+        loader_fault=fault_of(folder),
+        acceptance=run.acceptance,
+        heldout=record.heldout,
+        versions=record.versions,
+        command=run.command,
+        gate=gate_of(folder, gate),
+        recorded_digest=record.plan_digest,
+    )

@@ -136,10 +136,6 @@ class ResolvedRecipe:
                 layers = tuple(replace(layer, experts=count) for layer in layers)
         return counts or [self.view.architecture.experts]
 
-    @property
-    def options(self) -> tuple[StepOptions, ...]:
-        return tuple(step.options for step in self.steps)
-
     def output_size(self, last: int, experts: int, changed: bool = False) -> OutputSize:
         """Return the size of the output after a step, with this number of experts in each layer.
 
@@ -159,9 +155,10 @@ class ResolvedRecipe:
         """
         most = 0
         previous = 0
-        for position, options in enumerate(self.options):
-            if not (previous and options.in_place):
-                changed = any(step.rewrites for step in self.options[: position + 1])
+        changed = False
+        for position, step in enumerate(self.steps):
+            changed = changed or step.options.rewrites
+            if not (previous and step.options.in_place):
                 output = self.output_size(position, self.counts[0], changed)
                 most = max(most, previous + output.size.bytes + output.waiting)
                 previous = output.size.bytes
@@ -173,17 +170,20 @@ class ResolvedRecipe:
         content = self.recipe.model_dump(
             mode="json", exclude={"model", "revision", "steps", "gate", "output"}
         )
-        texts = [
-            self.recipe.calibration,
-            *(step.calibration for step in self.options if step.calibration is not None),
-        ]
+        options = [step.options for step in self.steps]
+        texts = [self.recipe.calibration, *(step.calibration for step in options)]
         return request_key(
             self.model.fingerprint,
             self.model.checkpoint.stamp(),
             None if self.base is self.model else self.base.checkpoint.stamp(),
             content,
-            [[step.name, step.to_dict()] for step in self.options],
-            [content_of(entry.source) for options in texts for entry in sources_of(options)],
+            [[step.name, step.to_dict()] for step in options],
+            [
+                content_of(entry.source)
+                for text in texts
+                if text is not None
+                for entry in sources_of(text)
+            ],
             None if self.plan is None else self.plan.to_dict(),
             str(self.model.partial.device),
             str(self.model.partial.dtype),
@@ -315,13 +315,12 @@ def text_specs(resolved: ResolvedRecipe) -> Iterator[tuple[int | None, TextSpec]
     texts: list[tuple[int | None, TextOptions, dict[str, Requirements]]] = [
         (None, resolved.recipe.calibration, shared)
     ]
-    for position, (step, needed) in enumerate(
-        zip(resolved.options, resolved.requirements, strict=True)
-    ):
-        if step.calibration is None:
+    for position, needed in enumerate(resolved.requirements):
+        own = resolved.steps[position].options.calibration
+        if own is None:
             shared[part_name(position)] = needed
         else:
-            texts.append((position, step.calibration, {OWN: needed}))
+            texts.append((position, own, {OWN: needed}))
     for number, options, needs in texts:
         if not any(needed.reads for needed in needs.values()):
             continue
@@ -408,11 +407,12 @@ def first_plan(resolved: ResolvedRecipe, text: TextBatches | None) -> Plan:
             Source.of(model), (), None, resolved.recipe.seed, model.dtype_name
         )
         steps = list(plan.steps)
-        for step in resolved.options:
-            options = step.to_dict()
+        for step in resolved.steps:
+            options = step.options.to_dict()
+            text_options = step.options.calibration
             # files without their folders
-            if step.calibration is not None and step.calibration.data is not None:
-                names = [local_name(str(source)) for source in step.calibration.data]
+            if text_options is not None and text_options.data is not None:
+                names = [local_name(str(source)) for source in text_options.data]
                 options["calibration"] = {**options["calibration"], "data": names}
             steps.append(PlannedStep(step.name, options))
     is_source = resolved.base is model or resolved.base.fingerprint == plan.source.fingerprint

@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from compressor.answers.scores import REPORT
@@ -23,12 +22,12 @@ from compressor.data.sources import with_folders
 from compressor.distributed import ranks
 from compressor.divergence.evaluator import FEWEST, Evaluator
 from compressor.errors import CompressionError, reason_of, without_tokens
-from compressor.files import GOLDEN, clear, lock_output, work_folder
+from compressor.files import GOLDEN, clear
 from compressor.formatting import joined
 from compressor.golden.answers import GoldenAnswers, golden_json
 from compressor.golden.measure import make_golden
 from compressor.memory import PeakMemory
-from compressor.model.opened import OpenModel, open_alike, open_model
+from compressor.model.opened import OpenModel, open_alike, open_model, served_model
 from compressor.model.substitution import AS_IT_IS, Substitution
 from compressor.model.verification import check_carried
 from compressor.pipeline.formats import formats_of, write_formats
@@ -55,7 +54,6 @@ from compressor.prompt_date import dated
 from compressor.quality_gate.domain_divergence import DomainDivergence
 from compressor.quality_gate.domains import domain_divergence
 from compressor.quality_gate.report import read_gate
-from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.plan import KEPT_WHOLE, ExpertPlan
 from compressor.recipe.recipe import RECIPE, SAFETENSORS, Recipe, recipe_of_plan, recipe_yaml
 from compressor.recipe.steps_plan import Plan, PlannedStep
@@ -76,10 +74,11 @@ from compressor.steps.job import copy_job
 from compressor.steps.step import Result, Run, State
 from compressor.steps.tensors import OutputJob
 from compressor.steps.workdir import (
-    LayerWriter,
+    CheckpointWriter,
     assemble,
     check_space,
     check_target,
+    drop_tensors,
     open_workdir,
     publish,
     put_tensors,
@@ -101,21 +100,6 @@ class Delivery:
     command: Sequence[str] | None = None  # the command line, for the record of the run
     gate: PreparedGate | None = None
     requests: tuple[str, ...] = ()  # keys of further requests that the output answers
-
-
-@dataclass(slots=True)
-class WrittenCheckpoint:
-    """The checkpoint that a step has written: its folder, and the job that says what is in it."""
-
-    folder: Path
-    job: OutputJob
-    model: OpenModel | None = None
-
-    def opened(self, like: OpenModel) -> OpenModel:
-        """Return the checkpoint as it is now, opened with the dtype and device of another model."""
-        if self.model is None:
-            self.model = open_alike(ModelSource(str(self.folder), None, self.folder), like)
-        return self.model
 
 
 def run(recipe: Recipe, delivery: Delivery, plan: Plan | None = None) -> Outcome:
@@ -157,28 +141,25 @@ def run(recipe: Recipe, delivery: Delivery, plan: Plan | None = None) -> Outcome
             key = ranks().broadcast(resolved.key)
             gate_key = None if delivery.gate is None else delivery.gate.key
             request = request_key(key, recipe.output.max_shard_bytes, formats, gate_key)
-        in_place = partial(_in_place, delivery, request, resolved, session.peak)
-        outcome = in_place()
-        if outcome is not None:
-            return outcome
         needed = resolved.space
         with open_workdir(delivery.out) as work:
-            outcome = in_place()
-            if outcome is not None:  # a run of the same request has just ended
-                return outcome
+            if not delivery.overwrite and ranks().broadcast(lambda: answers(delivery.out, request)):
+                if ranks().is_first:  # left by a run that was killed after its last rename
+                    clear(work.folder)
+                return _in_place(resolved, delivery, session.peak)
             ranks().broadcast(lambda: check_target(delivery.out, delivery.overwrite))
             ranks().broadcast(lambda: check_space(delivery.out, needed))
             work.resume(key)
-            with dated(work.date):
+            with dated(work.journal["date"]):
                 state = begin(resolved, session, work)
                 if resolved.recipe.output.evaluate and state.texts:
                     text = next(iter(state.texts.values()))
                     # without a head, of which a warning is due in the end
                     with suppress(CompressionError):
                         state.evaluator = Evaluator(base, text.evaluation, waits=True)
-                checkpoints = run_steps(state)
+                jobs, folder = run_steps(state)
                 ranks().barrier()
-                outcome = _finish(resolved, state, checkpoints, delivery, session.peak, request)
+                outcome = _finish(resolved, state, jobs, folder, delivery, session.peak, request)
             ranks().broadcast(lambda: publish(work, delivery.overwrite))
     return outcome
 
@@ -206,36 +187,16 @@ def refuse_output(delivery: Delivery, models: Sequence[OpenModel]) -> None:
             )
 
 
-def _in_place(
-    delivery: Delivery, request: str, resolved: ResolvedRecipe, peak: PeakMemory
-) -> Outcome | None:
-    """Return the outcome of an output that is in place and answers the request; None if there is
-    none."""
-    if delivery.overwrite:
-        return None
-
-    def answered() -> bool:
-        with suppress(CompressionError):
-            check_target(delivery.out, False)  # this also tidies up after a killed run
-        is_answer = answers(delivery.out, request)
-        with suppress(CompressionError):
-            # left by a run that was killed after its last rename
-            if is_answer and work_folder(delivery.out).exists():
-                with lock_output(delivery.out) as folder:
-                    clear(folder)
-        return is_answer
-
-    if not ranks().broadcast(answered):
-        return None
+def _in_place(resolved: ResolvedRecipe, delivery: Delivery, peak: PeakMemory) -> Outcome:
+    """Return the outcome of an output that is in place and answers the request."""
     report_in_place(delivery.out)
     outcome = read_outcome(delivery.out)
     if delivery.gate is not None:
         outcome = replace(outcome, gate=read_gate(delivery.out / REPORT))
-    servers = servers_of(resolved.view, outcome.expert_plan)
     # times, memory and command are those of this run, which did nothing
     return replace(
         outcome,
-        servers=servers,
+        servers=servers_of(resolved.view, outcome.expert_plan),
         peak_memory=peak.anonymous,
         seconds={},
         command=None,
@@ -246,93 +207,98 @@ def _in_place(
 def _finish(
     resolved: ResolvedRecipe,
     state: Run,
-    checkpoints: Sequence[WrittenCheckpoint],
+    jobs: Sequence[OutputJob],
+    folder: Path,
     delivery: Delivery,
     peak: PeakMemory,
     request: str,
 ) -> Outcome:
-    """Assemble the output, verify, evaluate and gate it, export its formats, and record the run;
-    return its outcome."""
-    work = state.work
-    assert work is not None
+    """Assemble the output of the last checkpoint's `folder`, verify, evaluate and gate it, export
+    its formats, and record the run; return its outcome."""
+    assert state.work is not None
+    output = state.work.output
     model = resolved.model
-    first, checkpoint = checkpoints[0], checkpoints[-1]
+    recipe = resolved.recipe
+    job = jobs[-1]
     experts = state.plan.expert_plan
     label = model.source.label
     before = model.architecture.experts
-    if experts.layers and state.plan.strategy != KEPT_WHOLE:
-        before = experts.layers[0].experts
-    # the plan is of the first run's input, sizes are of what was read
     if resolved.earlier is not None:
+        # the plan is of the first run's input, sizes are of what was read
         label = resolved.earlier.source.label
-        before = model.architecture.experts
-    left_out = {name for written in checkpoints for name in written.job.left_out}
+    elif experts.layers and state.plan.strategy != KEPT_WHOLE:
+        before = experts.layers[0].experts
+
+    def assemble_output() -> None:
+        changes = {"model": label, "gate": recipe.gate, "output": recipe.output}
+        if state.plan.base is not None:
+            changes["base"] = state.plan.base.label
+        # with the steps of earlier runs
+        repeated = recipe_of_plan(state.plan).model_copy(update=changes)
+        assemble(folder, output, recipe.output.max_shard_bytes)
+        write_file(output / RECIPE, recipe_yaml(repeated))
+        job.verify(output)
+
+    with state.clock.phase("write"):
+        ranks().broadcast(assemble_output)
     outcome = Outcome(
         out=str(delivery.out),
         plan=state.plan,
         experts_before=before,
         experts_after=experts.experts or model.architecture.experts,
         before=Size.of(model.checkpoint.tensors.values()),
-        after=Size.of(checkpoint.job.outputs),
+        after=Size.of(job.outputs),
         seconds={},
         peak_memory=0,
-        left_out=tuple(sorted(left_out)),
-        zeroed_fields=tuple(checkpoint.job.zeroed),
-        config_fields=changed_fields(
-            model.checkpoint.raw_config, read_object(checkpoint.folder / CONFIG)
-        ),
+        left_out=tuple(sorted({name for job in jobs for name in job.left_out})),
+        zeroed_fields=job.zeroed,
+        config_fields=changed_fields(model.checkpoint.raw_config, read_object(folder / CONFIG)),
         servers=servers_of(resolved.view, experts),
+        heldout=_heldout_divergence(resolved, state, output),
     )
-    files = [name for name in checkpoint.job.files if name != "config.json"]
-
-    def assemble_output() -> None:
-        changes = {"model": label, "gate": resolved.recipe.gate, "output": resolved.recipe.output}
-        if state.plan.base is not None:
-            changes["base"] = state.plan.base.label
-        # with the steps of earlier runs
-        recipe = recipe_of_plan(state.plan).model_copy(update=changes)
-        assemble(checkpoint.folder, work.output, resolved.recipe.output.max_shard_bytes)
-        write_file(work.output / RECIPE, recipe_yaml(recipe))
-        checkpoint.job.verify(work.output)
-
-    with state.clock.phase("write"):
-        ranks().broadcast(assemble_output)
-    outcome = replace(outcome, heldout=_heldout_divergence(resolved, state, work.output))
+    files = [name for name in job.files if name != CONFIG]
+    aligned = experts.has_constants or served_model(resolved.view).aligned
     ranks().broadcast(
-        lambda: write_file(work.output / COMPRESSION, record_of(outcome, files, label))
+        lambda: write_file(output / COMPRESSION, record_of(outcome, files, label, aligned))
     )
     text = next(iter(state.texts.values()), None)
-    calibration = None if text is None else text.fit
-    heads = first.job.heads if checkpoint.job.heads else ()
-    decided = state.plan.steps[state.first].expert_plan or ExpertPlan(0, ())
-    is_changed = len(state.steps) > 1
-    acceptance = acceptance_of(decided, heads, work.output, model, calibration, is_changed)
-    formats = formats_of(resolved.recipe)
-    if delivery.gate is not None or formats != (SAFETENSORS,):
-        # a gate or an exporter may load whole models
-        for opened in (model, state.base, checkpoint.model):
-            if opened is not None:
-                opened.partial.stream()
-    if delivery.gate is not None:
-        outcome = replace(
-            outcome, gate=_passed(delivery.gate, outcome, work.output, state.progress)
-        )
-    golden = ranks().broadcast(lambda: _golden_answers(resolved, state, work.output))
-    ranks().broadcast(lambda: write_formats(work.output, formats, state.progress))
+    acceptance = acceptance_of(
+        state.plan.steps[state.first].expert_plan or ExpertPlan(0, ()),
+        jobs[0].heads if job.heads else (),
+        output,
+        model,
+        None if text is None else text.fit,
+        changed=len(state.steps) > 1,
+    )
+    formats = formats_of(recipe)
+    gate = delivery.gate
+    if gate is not None or formats != (SAFETENSORS,):
+        for opened in (model, state.base):  # a gate or an exporter may load whole models
+            opened.partial.stream()
+    result = None
+    if gate is not None:
+        result = judge(gate, output, delivery.out.name, state.progress)
+        # all ranks have finished with the folder here: the first one to raise clears it
+        accepted = ranks().broadcast(lambda: gate.accepts(result))
+        if not (accepted or gate.request.options.keep_failed):
+            attempt = Attempt(outcome.experts_after, result, accepted=False)
+            raise GateFailedError(delivery.out, [attempt])
+    golden = ranks().broadcast(lambda: _golden_answers(resolved, state, output))
+    ranks().broadcast(lambda: write_formats(output, formats, state.progress))
     # not what an exporter of another kind has made of it
-    is_model = (work.output / CONFIG).is_file()
-    if golden is not None and is_model and ranks().is_first:
-        (work.output / GOLDEN).write_text(golden_json(golden), encoding="utf-8")
-    if is_model:
+    if (output / CONFIG).is_file():
+        if golden is not None and ranks().is_first:
+            (output / GOLDEN).write_text(golden_json(golden), encoding="utf-8")
         with state.clock.phase("write"):
-            ranks().broadcast(lambda: write_digests(work.output))
+            ranks().broadcast(lambda: write_digests(output))
     outcome = replace(
         outcome,
         seconds=dict(state.clock.seconds),
         peak_memory=peak.anonymous,
-        packed=is_packed(work.output),
-        loader_fault=fault_of(work.output),
+        packed=is_packed(output),
+        loader_fault=fault_of(output),
         acceptance=acceptance,
+        gate=result,
     )
     if ranks().is_first:  # recorded before the rename, for a run that is killed right after it
         run_record = RunRecord(
@@ -345,22 +311,10 @@ def _finish(
             acceptance=acceptance,
             base=None if state.base is model else state.base.source.name,
         )
-        record_run(work.output, run_record)
+        record_run(output, run_record)
         for key in (request, *delivery.requests):
-            record_request(work.output, key)
+            record_request(output, key)
     return outcome
-
-
-def _passed(gate: PreparedGate, outcome: Outcome, folder: Path, progress: Progress) -> GateResult:
-    """Return the gate's result on a finished output; raise `GateFailedError` if it must not be put
-    in place."""
-    out = Path(outcome.out)
-    result = judge(gate, folder, out.name, progress)
-    # all ranks have finished with the folder once this returns: the first one to raise clears it
-    accepted = ranks().broadcast(lambda: gate.accepts(result))
-    if not (accepted or gate.request.options.keep_failed):
-        raise GateFailedError(out, [Attempt(outcome.experts_after, result, accepted=False)])
-    return result
 
 
 def _golden_answers(resolved: ResolvedRecipe, state: Run, folder: Path) -> GoldenAnswers | None:
@@ -426,37 +380,45 @@ def _heldout_divergence(
     return read_as(DomainDivergence, rounded)
 
 
-def run_steps(run: Run) -> list[WrittenCheckpoint]:
-    """Carry out all steps; return the checkpoints that they have written, in order."""
+def run_steps(run: Run) -> tuple[list[OutputJob], Path]:
+    """Carry out all steps; return the jobs of the checkpoints that they have written, in order, and
+    the folder of the last one."""
     work = run.work
     assert work is not None
-    checkpoints = list[WrittenCheckpoint]()
-    model = run.source
+    jobs = list[OutputJob]()
+    folders = list[Path]()
     for number, step in enumerate(run.steps, run.first):
-        if number in work.steps:  # recorded by a run that was killed
-            entry = PlannedStep.from_dict(work.steps[number], "journal.json")
+        recorded = work.recorded(number)
+        if recorded is not None:  # by a run that was killed
+            entry = PlannedStep.from_dict(recorded, "journal.json")
             changes = {"decision": entry.decision, "result": entry.result, "text": entry.text}
             run.plan = run.plan.with_entry(number, **changes)
-        if checkpoints:
-            model = checkpoints[-1].opened(run.base)
-        with LayerWriter() as writer:
-            state = State(run, number, model, writer)
-            if step.options.in_place:
-                if not checkpoints:  # it works on a copy of the input
-                    checkpoints.append(_write_checkpoint(state, copy_job(model), []))
-                    state = replace(state, model=checkpoints[-1].opened(run.base))
-                _change_checkpoint(state, checkpoints[-1])
-                continue
-            if len(checkpoints) > 1 and ranks().is_first:
-                # a run that is killed from here on repeats the steps that wrote it
-                shutil.rmtree(checkpoints[-2].folder, ignore_errors=True)
-            if checkpoints:
-                checkpoints[-1].model = None
+        model = run.source
+        in_place = step.options.in_place
+        if in_place and not folders:  # it works on a copy of the input
+            state = State(run, number, model)
+            jobs.append(_written(state, copy_job(model), []))
+            folders.append(state.folder)
+        if folders:
+            model = open_alike(ModelSource(str(folders[-1]), None, folders[-1]), run.base)
+        state = State(run, number, model)
+        if in_place:
+            if run.plan.steps[number].result is None:
+                _change_checkpoint(state, folders[-1])
+            continue
+        if ranks().is_first:  # what no later step reads
+            for folder in folders[:-1]:
+                drop_tensors(folder)
+            for earlier in range(number):
+                shutil.rmtree(work.kept(earlier), ignore_errors=True)
+        with CheckpointWriter(state.folder, [state.label]) as writer:
+            state = replace(state, writer=writer)
             decide(state)
             job = step.write(state)
             assert isinstance(job, OutputJob), step.name
-        checkpoints.append(_write_checkpoint(state, job, [state.label]))
-    return checkpoints
+        jobs.append(_written(state, job, [state.label]))
+        folders.append(state.folder)
+    return jobs, folders[-1]
 
 
 def decide(state: State) -> None:
@@ -468,25 +430,18 @@ def decide(state: State) -> None:
             state.run.record(state.number, decision=decision, text=state.own_text)
 
 
-def _write_checkpoint(state: State, job: OutputJob, labels: Sequence[str]) -> WrittenCheckpoint:
-    """Write the files of a job that are not there yet, layer by layer."""
-    work = state.run.work
-    assert work is not None
+def _written(state: State, job: OutputJob, labels: Sequence[str]) -> OutputJob:
+    """Return a job whose files are written, layer by layer, where they are not there yet."""
     if not state.is_written:
         state.progress.start("write", len(job.decoder_layers))
         with state.run.clock.phase("write"):
             write_checkpoint(job, state.folder, labels, state.progress.advance)
-        if not job.reads_kept:
-            work.drop_kept(state.number)
-    return WrittenCheckpoint(state.folder, job)
+    return job
 
 
-def _change_checkpoint(state: State, checkpoint: WrittenCheckpoint) -> None:
+def _change_checkpoint(state: State, folder: Path) -> None:
     """Have a step give new tensors for the files of a checkpoint."""
     run = state.run
-    assert run.work is not None
-    if run.plan.steps[state.number].result is not None:
-        return
     for model in (run.source, run.base):  # the step may need the memory for a whole model
         model.partial.stream()
     with run.clock.phase(state.step.name):
@@ -497,9 +452,9 @@ def _change_checkpoint(state: State, checkpoint: WrittenCheckpoint) -> None:
 
     def write_tensors() -> None:
         for tensors in result.tensors:
-            put_tensors(checkpoint.folder, tensors, state.label)
+            put_tensors(folder, tensors, state.label)
 
     ranks().broadcast(write_tensors)
-    checkpoint.model = None  # it was opened with the old tensors
     run.record(state.number, result=dict(result.figures), text=state.own_text)
-    run.work.drop_kept(state.number)
+    if ranks().is_first:
+        shutil.rmtree(state.kept(""), ignore_errors=True)

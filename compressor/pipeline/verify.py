@@ -125,8 +125,7 @@ def verify_against_base(
         plan = read_plan(folder)
         if plan.source.fingerprint != model.fingerprint:
             raise _other_model(folder, base, f"it was made from {plan.source.label}")
-        model, experts = _as_planned(model, plan)
-        comparison.may_change = _changed_kinds(plan)
+        model, experts, comparison.may_change = _as_planned(model, plan)
         comparison.check_routers(model, experts)
     else:
         experts = _found(model, output)
@@ -162,21 +161,14 @@ def _other_model(folder: Path, base: str, reason: str) -> CompressionError:
     )
 
 
-def _as_planned(model: OpenModel, plan: Plan) -> tuple[OpenModel, ExpertPlan]:
-    """Return the base as the plan's steps saw it, split or with another top-k, and what became of
-    its experts."""
+def _as_planned(model: OpenModel, plan: Plan) -> tuple[OpenModel, ExpertPlan, set[str]]:
+    """Return the base as the plan's steps saw it, split or with another top-k, what became of its
+    experts, and what steps may change: WEIGHTS of experts, ROUTERS, OTHERS and the FORMAT."""
+    experts = plan.expert_plan
+    kinds = set[str]() if experts.is_drop else {WEIGHTS, ROUTERS}
     for options, entry in zip(recipe_of_plan(plan).steps, plan.steps, strict=True):
         if entry.expert_plan is not None:
             model = options.step().view(model, entry.expert_plan)
-    experts = plan.expert_plan
-    return model, experts if experts.layers else untouched(model)
-
-
-def _changed_kinds(plan: Plan) -> set[str]:
-    """Return what the steps of a plan may change: WEIGHTS of experts, ROUTERS, OTHERS and the
-    FORMAT."""
-    kinds = set[str]() if plan.expert_plan.is_drop else {WEIGHTS, ROUTERS}
-    for options in recipe_of_plan(plan).steps:
         if options.format not in (None, MONE):
             kinds.add(FORMAT)
         if options.rewrites:
@@ -186,7 +178,7 @@ def _changed_kinds(plan: Plan) -> set[str]:
                 kinds.add(OTHERS)
         elif options.in_place:
             kinds.add(ROUTERS)
-    return kinds
+    return model, experts if experts.layers else untouched(model), kinds
 
 
 def _found(model: OpenModel, output: OpenModel) -> ExpertPlan:
@@ -371,8 +363,8 @@ def relative_change(pieces: Iterable[Piece], value: Tensor) -> float | None:
         return 0.0
     squares = total = 0.0
     for ours, theirs in zip(expected.split(CHUNK), actual.split(CHUNK), strict=True):
-        total += _squared_norm(ours)
-        squares += _squared_norm(theirs.double() - ours.double())
+        total += float(ours.double().square().sum())
+        squares += float((theirs.double() - ours.double()).square().sum())
     return (squares / total) ** 0.5 if total > 0 and squares > 0 else None
 
 
@@ -380,7 +372,3 @@ def _joined(pieces: Iterable[Piece], dtype: torch.dtype) -> Tensor:
     """Return the tensor [n] of these bytes, in order."""
     content = bytearray().join(pieces)
     return torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
-
-
-def _squared_norm(value: Tensor) -> float:
-    return float(value.double().square().sum())

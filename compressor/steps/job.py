@@ -167,30 +167,30 @@ def check_plan(plan: ExpertPlan, model: OpenModel) -> tuple[Head, ...]:
     return heads
 
 
-# by decoder layer: names and bytes of tensors that are made at once
-Conversions = dict[str, Callable[[], Named]]
+Produce = Callable[[str], Named]  # makes the tensors of a decoder layer
 
 
-def _cut(
+def cut_outputs(
     model: OpenModel,
-    partial: PartialModel | None,
     plan: ExpertPlan,
     files: CutFiles | None,
-) -> tuple[list[OutputTensor], Conversions]:
-    """Return all tensors, picked and mixed from the stored ones, or made by loading a `partial`
-    model by layer."""
-    architecture = model.architecture
-    if partial is None:
-        return plan_outputs(
-            model.checkpoint, model.layout.roles, plan, architecture.decoder_layers
-        ), {}
-    own = own_outputs(model, partial, plan, model.layout.roles)
-    conversion = replace(conversion_of(model, partial, plan.experts), own=own)
-    produce = bind(conversion.produce, bind(cut_or_kept, partial, plan, files))
-    all_layers = ("", *architecture.decoder_layers)
-    return conversion.outputs(all_layers), {
-        decoder_layer: bind(produce, decoder_layer) for decoder_layer in all_layers
+    conversion: Conversion | None,
+    decoder_layers: Sequence[str],
+) -> tuple[list[OutputTensor], Produce]:
+    """Return the tensors of these decoder layers, and what makes them: picked and mixed from the
+    stored ones, or made by a `conversion` of loaded layers, which `files` may have cut already."""
+    roles = {
+        name: role
+        for name, role in model.layout.roles.items()
+        if role.decoder_layer in decoder_layers
     }
+    if conversion is None:
+        outputs = plan_outputs(model.checkpoint, roles, plan, decoder_layers)
+        return outputs, bind(stored_decoder_layer, outputs)
+    partial = conversion.partial
+    conversion = replace(conversion, own=own_outputs(model, partial, plan, roles))
+    produce = bind(conversion.produce, bind(cut_or_kept, partial, plan, files))
+    return conversion.outputs(decoder_layers), produce
 
 
 def conversion_of(model: OpenModel, partial: PartialModel, experts: int) -> Conversion:
@@ -221,37 +221,36 @@ def own_outputs(
 
 
 def _cut_head(
-    head: Head, plan: ExpertPlan, files: CutFiles | None, dtype: torch.dtype
-) -> tuple[list[OutputTensor], Conversions, dict[str, str | None]]:
-    """Return a head's decoder layer under its stored names, and what experts' names become (None:
-    dropped).
+    model: OpenModel, head: Head, plan: ExpertPlan, files: CutFiles | None
+) -> tuple[list[OutputTensor], Produce, dict[str, str | None]]:
+    """Return a head's tensors under their stored names, what makes them, and what experts' names
+    become (None: dropped).
 
-    What goes through the head's model does so in `dtype`.
+    What goes through the head's model does so in the checkpoint's own dtype.
     """
     layer = next(entry for entry in plan.layers if entry.module == head.named.name)
     alone = replace(plan, layers=(replace(layer, module=head.layer.name),), protected={})
     small = head.model
-    decoder_layer = head.names.decoder_layer
     name_of = head.stored_name
-    partial = None
+    conversion = None
     if through_model(small.layout, plan, files is not None):
-        partial = PartialModel(small.checkpoint, small.config, dtype, torch.device("cpu"))
-    outputs, conversions = _cut(small, partial, alone, files)
-
-    def converted() -> Named:
-        return (
-            (name_of(name), content) for name, content in conversions[head.layer.decoder_layer]()
-        )
-
-    stored = [
-        replace(output, name=name_of(output.name), decoder_layer=decoder_layer)
-        for output in outputs
-        if output.decoder_layer == head.layer.decoder_layer
+        computing = stored_dtype(model), torch.device("cpu")
+        partial = PartialModel(small.checkpoint, small.config, *computing)
+        conversion = conversion_of(small, partial, plan.experts)
+    inner = head.layer.decoder_layer
+    tensors, produce = cut_outputs(small, alone, files, conversion, [inner])
+    stored = head.names.decoder_layer
+    outputs = [
+        replace(output, name=name_of(output.name), decoder_layer=stored) for output in tensors
     ]
+
+    def renamed(decoder_layer: str) -> Named:
+        return ((name_of(name), content) for name, content in produce(inner))
+
     renames: dict[str, str | None] = {}
     for old, new in expert_renames(small.architecture, small.layout, alone).items():
         renames[name_of(old)] = None if new is None else name_of(new)
-    return stored, {decoder_layer: converted} if conversions else {}, renames
+    return outputs, renamed, renames
 
 
 def _verify(model: OpenModel, experts: int, names: list[str], folder: Path) -> None:
@@ -294,36 +293,38 @@ def make_job(
     layout = model.layout
     stored = model.checkpoint
     partial = through
+    decoder_layers = ["", *architecture.decoder_layers]
     if model.stored_parts and plan.is_drop and cut is None and through is None:
         outputs = model.stored_parts.cut(model, plan)
-        conversions = Conversions()
+        produce: Produce = bind(stored_decoder_layer, outputs)
     else:
         if through is None and (model.is_split or through_model(layout, plan, cut is not None)):
             partial = stored_partial(model)
-        outputs, conversions = _cut(model, partial, plan, cut)
+        conversion = None if partial is None else conversion_of(model, partial, plan.experts)
+        outputs, produce = cut_outputs(model, plan, cut, conversion, decoder_layers)
+    produced_by = dict.fromkeys(decoder_layers, produce)
     heads = check_plan(plan, model)
-    head_outputs = dict[str, OutputTensor]()
+    copies = dict[str, OutputTensor]()  # beside the layers of heads
     head_renames: dict[str, str | None] = {}
     for number, head in enumerate(heads):
         files = None if cut is None else cut.of_head(number)
-        tensors, converted, renames = _cut_head(head, plan, files, stored_dtype(model))
-        head_outputs |= {output.name: output for output in tensors}
-        for name in head.names.parts.values():  # what heads share is copied with the first
-            head_outputs.setdefault(name, OutputTensor.copy(stored, name, head.names.decoder_layer))
-        conversions |= converted
+        tensors, renamed, renames = _cut_head(model, head, plan, files)
+        outputs = [*outputs, *tensors]
         head_renames |= renames
-    all_outputs = (*outputs, *head_outputs.values())
+        decoder_layer = head.names.decoder_layer
+        produced_by[decoder_layer] = renamed
+        for name in head.names.parts.values():  # what heads share is copied with the first
+            copies.setdefault(name, OutputTensor.copy(stored, name, decoder_layer))
+    all_outputs = (*outputs, *copies.values())
+    of_heads = [output.name for output in all_outputs if output.decoder_layer not in decoder_layers]
 
-    def produce(decoder_layer: str) -> Named:
-        if decoder_layer in conversions:
-            yield from conversions[decoder_layer]()
-        yield from stored_decoder_layer(all_outputs, decoder_layer)
+    def produced(decoder_layer: str) -> Named:
+        yield from produced_by[decoder_layer](decoder_layer)
+        yield from stored_decoder_layer(copies.values(), decoder_layer)
 
-    dequantized = (
-        str(partial.dtype).removeprefix("torch.")
-        if partial is not None and layout.quantized
-        else None
-    )
+    dequantized = None
+    if partial is not None and layout.quantized:
+        dequantized = str(partial.dtype).removeprefix("torch.")
     config, zeroed = output_config(
         stored.raw_config, architecture, layout, plan, dequantized, head_renames, len(heads)
     )
@@ -343,14 +344,10 @@ def make_job(
         logger.warning(message, dequantized, *map(human_bytes, sizes))
     return OutputJob(
         outputs=all_outputs,
-        decoder_layers=(
-            "",
-            *architecture.decoder_layers,
-            *(head.names.decoder_layer for head in heads),
-        ),
-        produce=produce,
+        decoder_layers=tuple(produced_by),
+        produce=produced,
         files=files_beside,
-        verify=bind(_verify, model, plan.experts, [*head_outputs]),
+        verify=bind(_verify, model, plan.experts, of_heads),
         zeroed=tuple(zeroed),
         left_out=left_out_of(model, heads),
         heads=heads,
@@ -384,6 +381,12 @@ def rewritten(job: OutputJob, change: Change, config: Mapping[str, Any] | None =
     `change` has to work on tensors without data (on the device "meta"), too: shapes and dtypes are
     known by that."""
     stored = {output.name: output for output in job.outputs}
+    outputs = []
+    for output in job.outputs:
+        empty = torch.empty(output.shape, dtype=TORCH_DTYPES[output.dtype], device="meta")
+        value = change(output.name, empty)
+        dtype = DTYPE_NAMES[value.dtype]
+        outputs.append(replace(output, dtype=dtype, shape=tuple(value.shape), content=None))
 
     def produce(decoder_layer: str) -> Named:
         for name, pieces in job.produce(decoder_layer):
@@ -394,8 +397,7 @@ def rewritten(job: OutputJob, change: Change, config: Mapping[str, Any] | None =
     stated = job.files["config.json"]
     assert isinstance(stated, bytes)
     files = {**job.files, "config.json": json_bytes({**json.loads(stated), **(config or {})})}
-    outputs = tuple(_changed(output, change) for output in job.outputs)
-    return replace(job, outputs=outputs, produce=produce, files=files)
+    return replace(job, outputs=tuple(outputs), produce=produce, files=files)
 
 
 def rewritten_size(
@@ -406,13 +408,6 @@ def rewritten_size(
 
     `changed`: other steps write experts anew, in a plain dtype.
     """
-    job = make_job(
-        model, even_plan(model, experts), through=stored_partial(model) if changed else None
-    )
-    return OutputSize(Size.of(_changed(output, change) for output in job.outputs))
-
-
-def _changed(output: OutputTensor, change: Change) -> OutputTensor:
-    empty = torch.empty(output.shape, dtype=TORCH_DTYPES[output.dtype], device="meta")
-    value = change(output.name, empty)
-    return replace(output, dtype=DTYPE_NAMES[value.dtype], shape=tuple(value.shape), content=None)
+    through = stored_partial(model) if changed else None
+    job = make_job(model, even_plan(model, experts), through=through)
+    return OutputSize(Size.of(rewritten(job, change).outputs))

@@ -2,9 +2,7 @@
 loaded."""
 
 import shutil
-from dataclasses import replace
-from functools import cached_property, partial
-from pathlib import Path
+from functools import cached_property
 
 from compressor.checkpoint.quantized import wanted_dtype
 from compressor.distributed import ranks
@@ -15,18 +13,9 @@ from compressor.model.opened import OpenModel
 from compressor.model.streaming import LayerVisitor
 from compressor.recipe.plan import ExpertPlan, LayerPlan
 from compressor.recipe.steps_plan import layer_to_dict
-from compressor.steps.cutting import (
-    Conversion,
-    CutFiles,
-    Tensors,
-    cut_keys,
-    cut_or_kept,
-    through_model,
-)
-from compressor.steps.job import conversion_of, own_outputs, stored_partial
+from compressor.steps.cutting import Conversion, CutFiles, Tensors, cut_keys, through_model
+from compressor.steps.job import conversion_of, cut_outputs, stored_partial
 from compressor.steps.step import State
-from compressor.steps.tensors import plan_outputs, stored_decoder_layer
-from compressor.steps.workdir import made_by
 from compressor.tensor_cache import save_tensors
 
 
@@ -41,8 +30,6 @@ class LayerFiles(CutFiles, LayerVisitor):
         super().__init__(state.kept("layers"))
         self.model = model
         self.writer = state.writer
-        self.target = state.folder
-        self.label = (state.label,)
         self.refitted = refitted
         self.is_stopped = False
         # until all MoE layers of their decoder layer are there
@@ -54,42 +41,34 @@ class LayerFiles(CutFiles, LayerVisitor):
         """The model in the dtype that is written."""
         return stored_partial(self.model)
 
-    def file(self, decoder_layer: str) -> Path:
-        """Return the file of a decoder layer."""
-        return self.target / f"{decoder_layer}.safetensors"
-
-    def is_written(self, decoder_layer: str) -> bool:
-        """Return True if a decoder layer's file is on the disk."""
-        return made_by(self.file(decoder_layer)) == self.label
-
     def save(self, plan: LayerPlan, layer: MoeLayer, tensors: Tensors) -> None:
         """Keep the plan, and write the file once all MoE layers of the decoder layer have come."""
         is_known = not self.refitted and self.plan(layer) == plan
         if self.is_stopped or is_known:
             return
-        self.file(layer.decoder_layer).unlink(missing_ok=True)  # made by another plan
+        self.writer.path(layer.decoder_layer).unlink(missing_ok=True)  # made by another plan
         save_tensors(self._path(layer), {}, layer_to_dict(plan))
         self.waiting[layer.name] = plan, tensors
-        layers = [
-            other
+        names = [
+            other.name
             for other in self.model.architecture.layers
             if other.decoder_layer == layer.decoder_layer
         ]
-        if all(other.name in self.waiting for other in layers):
-            plans = tuple(self.waiting[other.name][0] for other in layers)
+        if self.waiting.keys() >= {*names}:
+            plans = tuple(self.waiting[name][0] for name in names)
             self._write(layer.decoder_layer, ExpertPlan(len(plan.groups), plans))
             self.waiting.clear()
 
     def on_layer_end(self, decoder_layer: str) -> None:
         is_plain = not self.at.moe_layers and ranks().is_first
-        if is_plain and not self.is_stopped and not self.is_written(decoder_layer):
+        if is_plain and not self.is_stopped and not self.writer.is_written(decoder_layer):
             self._write(decoder_layer, ExpertPlan(self.model.architecture.experts, ()))
 
     def flush(self) -> None:
         self.writer.flush()
 
     def plan(self, layer: MoeLayer) -> LayerPlan | None:
-        return super().plan(layer) if self.is_written(layer.decoder_layer) else None
+        return super().plan(layer) if self.writer.is_written(layer.decoder_layer) else None
 
     def tensors(self, layer: MoeLayer) -> Parameters:
         """Return a layer's tensors in the dtype for computing; none if it is not finished."""
@@ -100,7 +79,7 @@ class LayerFiles(CutFiles, LayerVisitor):
             return {}
         conversion = self._conversion(len(plan.groups))
         model = self.model.partial.model
-        stored = conversion.read(self.file(layer.decoder_layer), cut_keys(layer))
+        stored = conversion.read(self.writer.path(layer.decoder_layer), cut_keys(layer))
         return {key: value.to(wanted_dtype(model, key)) for key, value in stored.items()}
 
     def _conversion(self, experts: int) -> Conversion:
@@ -111,27 +90,18 @@ class LayerFiles(CutFiles, LayerVisitor):
     def _write(self, decoder_layer: str, plan: ExpertPlan) -> None:
         """Write the file of a decoder layer that is loaded."""
         layout = self.model.layout
-        roles = {
-            name: role for name, role in layout.roles.items() if role.decoder_layer == decoder_layer
-        }
-        behind = self.model.partial.device.type != "cpu"
-        views = self.model.checkpoint.read_all(roles) if behind and not self.refitted else {}
         through = through_model(layout, plan, self.refitted)
         # layers are written like those that mix nothing; if one cannot be, all are made anew
         if through != through_model(layout, ExpertPlan(0, ()), self.refitted):
             self.is_stopped = True
             self.writer.flush()
-            shutil.rmtree(self.target, ignore_errors=True)
+            shutil.rmtree(self.writer.folder, ignore_errors=True)
             return
-        if through:
-            own = own_outputs(self.model, self.partial, plan, roles)
-            conversion = replace(self._conversion(plan.experts), own=own)
-            outputs = conversion.outputs([decoder_layer])
-            cut = partial(cut_or_kept, self.partial, plan, self if self.refitted else None)
-            named = conversion.produce(cut, decoder_layer)
-        else:
-            outputs = plan_outputs(self.model.checkpoint, roles, plan, (decoder_layer,))
-            named = stored_decoder_layer(outputs, decoder_layer)
-        self.target.mkdir(parents=True, exist_ok=True)
-        self.writer.write(self.file(decoder_layer), outputs, named, self.label, behind)
+        behind = self.model.partial.device.type != "cpu"
+        names = (name for name, role in layout.roles.items() if role.decoder_layer == decoder_layer)
+        views = self.model.checkpoint.read_all(names) if behind and not self.refitted else {}
+        files = self if self.refitted else None
+        conversion = self._conversion(plan.experts) if through else None
+        outputs, produce = cut_outputs(self.model, plan, files, conversion, [decoder_layer])
+        self.writer.write(decoder_layer, outputs, produce(decoder_layer), behind)
         self.views = views  # in use until the next file is written, which waits for this one

@@ -23,7 +23,7 @@ from compressor.recipe.step import StepOptions
 from compressor.recipe.steps_plan import Decision, Plan
 from compressor.steps.job import OutputSize, make_job, untouched
 from compressor.steps.tensors import OutputJob
-from compressor.steps.workdir import LayerWriter, Workdir
+from compressor.steps.workdir import CheckpointWriter, Workdir
 
 # The run's text (None), with a part for each step that needs one, and texts of single steps, by
 # number in the run.
@@ -163,10 +163,6 @@ class Run:
     teacher: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def options(self) -> tuple[StepOptions, ...]:
-        return tuple(step.options for step in self.steps)
-
-    @property
     def first(self) -> int:
         """The number of the first of these steps in the plan; earlier runs did those before it."""
         return len(self.plan.steps) - len(self.steps)
@@ -185,7 +181,7 @@ class State:
     run: Run
     number: int
     model: OpenModel  # the step's input: that of the run, or the checkpoint of earlier steps
-    writer: LayerWriter | None = None  # of layers that are written while they are loaded
+    writer: CheckpointWriter | None = None  # of layers that are written while they are loaded
     cached: dict[str, Any] = field(default_factory=dict)  # values of this step that are made once
 
     @property
@@ -200,7 +196,7 @@ class State:
     @property
     def earlier(self) -> tuple[StepOptions, ...]:
         """Options of the steps of this run that come before it."""
-        return self.run.options[: self.position]
+        return tuple(step.options for step in self.run.steps[: self.position])
 
     @property
     def label(self) -> str:

@@ -89,7 +89,6 @@ class OutputJob:
     # tensors of the input that no part of the stock model, nor of a head that is kept, loads
     left_out: tuple[str, ...] = ()
     heads: tuple[Head, ...] = ()  # multi-token-prediction heads that are kept
-    reads_kept: bool = False  # `verify` reads what the step keeps in the work folder
 
 
 def weighted_members(group: Group, router: bool = False) -> list[tuple[int, float]]:
@@ -157,7 +156,7 @@ def plan_outputs(
     checkpoint: Checkpoint,
     roles: Mapping[str, Role],
     plan: ExpertPlan,
-    layer_names: tuple[str, ...],
+    layer_names: Sequence[str],
 ) -> list[OutputTensor]:
     """Return the output's tensors with these roles in the order of the layers, stored as the base
     stores them."""
@@ -342,11 +341,8 @@ def equal_rows_before(value: Tensor, dim: int, experts: int) -> Tensor:
     if value.is_meta or value.numel() == value.shape[dim]:
         return torch.zeros(experts)
     rows = value.detach().narrow(dim, 0, experts).movedim(dim, 0).flatten(1)
-    # most rows differ in their first number
-    alike = (rows[:, None, :1] == rows[None, :, :1]).all(2)
-    for one, other in alike.tril(-1).nonzero().tolist():
-        alike[one, other] = torch.equal(rows[one], rows[other])
-    return alike.tril(-1).sum(1)
+    kinds: Tensor = rows.double().unique(dim=0, return_inverse=True)[1]
+    return (kinds[:, None] == kinds).tril(-1).sum(1)
 
 
 def tensor_bytes_view(tensor: Tensor) -> memoryview:

@@ -253,7 +253,6 @@ class ConstantsStep(Step[Constants]):
             outputs=tuple(outputs),
             produce=partial(_produced, model, planned, files, kept.outputs, added),
             verify=partial(_verify, model, outputs, written),
-            reads_kept=True,
         )
 
 

@@ -114,7 +114,7 @@ class PruneStep(Step[Prune]):
         if self.why:
             split = shapes(model.whole or model, 1)
         if model.is_split:
-            changed = any(options.rewrites for options in state.run.options)
+            changed = any(step.options.rewrites for step in state.run.steps)
             model = partitioned(model, state.fit, state.progress, state.seed, changed)
             split = model.split
         if split is not None and self.why:

@@ -15,16 +15,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compressor.checkpoint.reader import refuse_nan
+from compressor.checkpoint.reader import CONFIG, refuse_nan
 from compressor.checkpoint.source import ModelSource
 from compressor.devices import one_thread_each
 from compressor.errors import CompressionError
 from compressor.model.experts import matrix_of
 from compressor.model.loading import PartialModel
 from compressor.model.opened import OpenModel, open_model
+from compressor.model.remote_code import json_bytes
 from compressor.recipe.plan import ExpertPlan
 from compressor.steps.cutting import Tensors
-from compressor.steps.job import files_with, make_job, stored_partial
+from compressor.steps.job import make_job, stored_partial
 from compressor.steps.quantize.matrices import Matrices, Matrix
 from compressor.steps.quantize.scheme import Scales, Scheme, row_chunks
 from compressor.steps.tensors import Named, OutputJob, OutputTensor, in_order_of, tensor_bytes_view
@@ -84,20 +85,18 @@ class Writer:
         return self.partial.dtype
 
     def job(self, plan: ExpertPlan) -> OutputJob:
-        layer_names = self.model.architecture.decoder_layers
         inner = make_job(self.model, plan, through=None if self.matrices.stored else self.partial)
+        decoder_layers = ("", *self.model.architecture.decoder_layers)
         outputs = []
-        head_layers = []  # of multi-token-prediction heads
-        ignored = []
+        ignored = []  # of multi-token-prediction heads
         for output in inner.outputs:
             if output.name in self.matrices.replaced:
                 continue
             name = self.matrices.published.get(output.name, output.name)
             outputs.append(replace(output, name=name))
-            if output.decoder_layer not in ("", *layer_names):
-                head_layers.append(output.decoder_layer)
-                if name.endswith(".weight") and len(output.shape) == 2:
-                    ignored.append(name.removesuffix(".weight"))
+            is_matrix = name.endswith(".weight") and len(output.shape) == 2
+            if is_matrix and output.decoder_layer not in decoder_layers:
+                ignored.append(name.removesuffix(".weight"))
         for matrix in self.matrices.every:
             weights = matrix.rows * matrix.columns  # counted with the first of its tensors
             tensors = self.scheme.stored(matrix.rows, matrix.columns, self.dtype)
@@ -108,15 +107,14 @@ class Writer:
                     OutputTensor(stored_name, dtype, shape, matrix.decoder_layer, density=density)
                 )
                 weights = 0
-        config = json.loads(bytes(inner.files["config.json"]))
+        config = json.loads(bytes(inner.files[CONFIG]))
         ignored = [*self.matrices.ignored, *sorted(ignored)]
         config["quantization_config"] = self.scheme.config(ignored)
-        all_layers = [*layer_names, *dict.fromkeys(head_layers)]
         return replace(
             inner,
-            outputs=tuple(in_order_of(all_layers, outputs)),
+            outputs=tuple(in_order_of(inner.decoder_layers, outputs)),
             produce=bind(self._produce, inner),
-            files={**inner.files, "config.json": files_with(self.model, config)["config.json"]},
+            files={**inner.files, CONFIG: json_bytes(config)},
             verify=bind(self._verify, inner),
         )
 

@@ -171,25 +171,30 @@ def test_sharded_source_and_sharded_output(name: str, tmp_path: Path) -> None:
 EIGHTS: dict[str, Any] = {"hidden_size": 8, "head_dim": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
 
 
+MORE_SIZES: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3_moe", {"num_hidden_layers": 10}),
+    ("gpt_oss", {"num_hidden_layers": 10, "layer_types": ["full_attention"] * 10}),
+    ("deepseek_v3", {"num_hidden_layers": 10}),
+    ("granitemoe", {"num_hidden_layers": 8}),
+    ("mixtral", {**EIGHTS, "num_hidden_layers": 8, "intermediate_size": 8}),
+    ("mixtral", {**EIGHTS, "intermediate_size": 4}),
+    ("qwen3_moe", {**EIGHTS, "num_hidden_layers": 8, "moe_intermediate_size": 8, "intermediate_size": 8}),
+    ("gpt_oss", {**EIGHTS, "intermediate_size": 8, "sliding_window": 8}),
+    ("aria", {**EIGHTS, "intermediate_size": 8}),
+    ("phimoe", {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 64}),
+    ("qwen2_moe", {"num_experts_per_tok": 4, "num_attention_heads": 8, "num_key_value_heads": 8}),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
         ("mixtral", {"num_hidden_layers": 10}),
-        ("qwen3_moe", {"num_hidden_layers": 10}),
-        ("gpt_oss", {"num_hidden_layers": 10, "layer_types": ["full_attention"] * 10}),
-        ("deepseek_v3", {"num_hidden_layers": 10}),
-        ("granitemoe", {"num_hidden_layers": 8}),
-        ("mixtral", {**EIGHTS, "num_hidden_layers": 8, "intermediate_size": 8}),
-        ("mixtral", {**EIGHTS, "intermediate_size": 4}),
-        ("qwen3_moe", {**EIGHTS, "num_hidden_layers": 8, "moe_intermediate_size": 8, "intermediate_size": 8}),
-        ("gpt_oss", {**EIGHTS, "intermediate_size": 8, "sliding_window": 8}),
         ("gpt_oss", {**EIGHTS, "intermediate_size": 4}),
         ("granitemoe", {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 4}),
-        ("aria", {**EIGHTS, "intermediate_size": 8}),
-        ("phimoe", {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 64}),
         ("nemotron_h", {"moe_latent_size": 8, "moe_intermediate_size": 8}),
         ("deepseek_v3", {"n_shared_experts": 8, "kv_lora_rank": 8, "q_lora_rank": 8, "moe_intermediate_size": 8}),
-        ("qwen2_moe", {"num_experts_per_tok": 4, "num_attention_heads": 8, "num_key_value_heads": 8}),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in MORE_SIZES),
     ],
 )  # fmt: skip
 def test_sizes_equal_to_the_number_of_experts(name: str, sizes: dict[str, Any], tmp_path: Path) -> None:

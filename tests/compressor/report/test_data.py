@@ -113,8 +113,8 @@ def test_gate_and_hubs_are_read(out: Path, cached: None, tmp_path: Path) -> None
 DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no plan": (lambda content: content.pop("plan"), "holds no plan"),
     "another plan": (lambda content: content["plan"].pop("steps"), "steps should be a list"),
-    "no sizes": (lambda content: content.pop("bytes"), "is damaged"),
-    "odd sizes": (lambda content: content.update(parameters={"before": "many"}), "is damaged"),
+    "no sizes": (lambda content: content.pop("bytes"), "bytes is missing; add it"),
+    "odd sizes": (lambda content: content.update(parameters={"before": "many"}), "before should be a whole number"),
 }
 
 

