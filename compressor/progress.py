@@ -53,10 +53,13 @@ def quiet_transformers() -> Iterator[None]:
     enabled = transformers_logging.is_progress_bar_enabled()
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
+    # each change empties the caches of all loggers
+    if verbosity != transformers_logging.ERROR:
+        transformers_logging.set_verbosity_error()
     try:
         yield
     finally:
-        transformers_logging.set_verbosity(verbosity)
+        if verbosity != transformers_logging.ERROR:
+            transformers_logging.set_verbosity(verbosity)
         if enabled:
             transformers_logging.enable_progress_bar()

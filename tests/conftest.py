@@ -9,6 +9,7 @@ import tempfile
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
+os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # threads that read tiny tensors cost more than reading them
 os.environ.pop("GITHUB_ACTIONS", None)  # by which a gate prints more
 if "MOE_COMPRESSOR_CACHE" not in os.environ:  # records of runs and results go into no user's home
     os.environ["MOE_COMPRESSOR_CACHE"] = tempfile.mkdtemp(prefix="moe-compressor-tests-")
@@ -50,6 +51,29 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     yield
     torch.set_num_threads(threads)
+
+
+def _keep_golden_answers(default: bool) -> None:
+    from compressor.recipe.recipe import OutputOptions, Recipe
+
+    OutputOptions.model_fields["golden_answers"].default = default
+    OutputOptions.model_rebuild(force=True)
+    Recipe.model_fields["output"].default = OutputOptions()
+    Recipe.model_rebuild(force=True)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_golden_answers() -> None:
+    """Outputs without golden answers in this process, which take half of a tiny run; `golden` has them."""
+    _keep_golden_answers(False)
+
+
+@pytest.fixture
+def golden() -> Iterator[None]:
+    """Golden answers with each output, as users get them."""
+    _keep_golden_answers(True)
+    yield
+    _keep_golden_answers(False)
 
 
 @pytest.fixture

@@ -67,7 +67,7 @@ def whole(originals: Path) -> Callable[..., dict[str, str]]:
     [
         ("experts", (), {"gate.weight", "experts"}),
         ("router", ("--learning-rate", 0.1), {"gate.weight"}),
-        ("lora", ("--stream",), {"gate.weight", "experts", "self_attn"}),
+        zoo.full("lora", ("--stream",), {"gate.weight", "experts", "self_attn"}),
     ],
 )
 def test_the_output_is_stock_and_nearer_to_the_base(

@@ -158,6 +158,7 @@ def lm_eval_command(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> 
     cli_evaluate()
 
 
+@pytest.mark.full
 def test_a_baseline_and_the_files_of_lm_evals_own_command_give_the_same_verdict_without_a_base(
     run: Run, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -425,6 +426,7 @@ def test_a_gate_that_a_recipe_cannot_have_is_refused(tiny: Path, tmp_path: Path)
     assert names(tmp_path) == []
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("exporter")
 def test_a_search_that_was_stopped_tries_nothing_twice(tiny: Path, tmp_path: Path) -> None:
     recipe = gated_recipe(tiny, None, "safetensors,names", max_flips=0.37, search=True)

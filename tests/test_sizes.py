@@ -60,6 +60,7 @@ def test_formats_are_crossed_with_strategies_corrections_and_sub_experts(home: P
     assert len({row["label"] for row in rows}) == len(rows)
 
 
+@pytest.mark.full
 def test_compress_takes_the_best_that_fits_and_leaves_steps_that_repeat_it(
     home: Path, run: Run, tmp_path: Path
 ) -> None:

@@ -147,7 +147,7 @@ def test_what_cannot_be_split_so_leaves_nothing(
         assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("way", ["weights", "energy", "pruned"])
+@pytest.mark.parametrize("way", ["pruned", zoo.full("weights"), zoo.full("energy")])
 def test_the_card_says_so_and_its_command_makes_the_same_again(
     way: str, model: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,7 +193,7 @@ def test_splitting_on_the_way_gives_what_splitting_first_gives(name: str, tmp_pa
     assert configs[0] == configs[1]
 
 
-@pytest.mark.parametrize("correct", ["none", "ridge", "tune"])
+@pytest.mark.parametrize("correct", ["tune", zoo.full("none"), zoo.full("ridge")])
 def test_plan_and_source_rebuild_the_output(correct: str, model: Path, tmp_path: Path, hasty: None) -> None:
     asked = {"ratio": 0.3125, "split": 2, "strategy": "gated-mass", "correct": correct, **calibration(tmp_path)}
     compressor.compress(str(model), tmp_path / "first", **asked)

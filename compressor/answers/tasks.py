@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field, is_dataclass
 from difflib import get_close_matches
+from functools import cache
 from importlib.resources import as_file, files
 from itertools import groupby
 from pathlib import Path
@@ -174,6 +175,14 @@ def aggregates_perplexity(task: Any, metric: str | None) -> bool:
     return getattr(task.aggregation().get(metric), "__name__", "") in PERPLEXITIES
 
 
+@cache
+def _all_tasks(*folders: str) -> Any:
+    """Return a manager of lm-eval's own tasks and those in folders that never change, read once."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=[*folders])
+
+
 def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
     """Load the tasks; a tag stands for its tasks, a group stays one task with several parts."""
     if not options.tasks:  # a gate of conditions on behaviour alone
@@ -194,8 +203,10 @@ def resolve_tasks(options: EvaluationOptions) -> tuple[EvaluationTask, ...]:
         folders = [str(folder) for folder in (demo, options.include_path) if folder is not None]
         manager = TaskManager(include_path=folders, include_defaults=False)
         if not all(_complete(manager.task_index, name) for name in options.tasks):
-            # lm-eval's own definitions, of which there are thousands
-            manager = TaskManager(include_path=folders, include_defaults=True)
+            if options.include_path is None:
+                manager = _all_tasks(*folders)
+            else:
+                manager = TaskManager(include_path=folders)
         for name in options.tasks:
             if name not in manager.task_index:
                 near = get_close_matches(name, manager.all_tasks, n=3)

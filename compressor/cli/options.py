@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -207,6 +208,7 @@ def with_all_options(function: Callable[..., None]) -> Any:
     return click_command(app)
 
 
+@cache
 def click_command(app: typer.Typer) -> Any:
     """Return an app as click's command, whose help shows no type for switches, which take no
     value."""

@@ -472,7 +472,15 @@ def test_the_table_has_every_reader_and_enough_files() -> None:
     assert {*CASES} == {*READERS}
 
 
-@pytest.mark.parametrize(("reader", "name"), [(reader, name) for reader, cases in CASES.items() for name in cases])
+# One reader of YAML is enough for a file whose reading takes seconds.
+PAIRS = [
+    pytest.param(reader, name, marks=(pytest.mark.full,) if name == "many values" and reader != "recipe" else ())
+    for reader, cases in CASES.items()
+    for name in cases
+]
+
+
+@pytest.mark.parametrize(("reader", "name"), PAIRS)
 def test_malformed_files_are_refused_in_one_sentence(
     reader: str, name: str, run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,7 @@ def test_what_is_wrong_is_one_sentence(make: Any, message: str) -> None:
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.full
 def test_steps_by_functions_write_what_their_commands_do(
     home: Path, smaller: Path, run: Run, offline: None, tmp_path: Path
 ) -> None:
@@ -113,6 +114,7 @@ def test_outputs_are_checked_exported_reported_and_pushed(home: Path, smaller: P
     assert data.after.parameters < data.before.parameters
 
 
+@pytest.mark.usefixtures("golden")
 def test_progress_reaches_into_tune_and_golden_answers(home: Path, tmp_path: Path) -> None:
     listener = Listener()
     steps = [Prune(strategy="reap", experts=6, correct=Correct("tune", steps=3, tokens=32))]

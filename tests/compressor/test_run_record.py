@@ -37,6 +37,7 @@ def output(folder: Path, content: str = "{}") -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("golden")
 def test_a_run_is_recorded_beside_nothing_in_the_output(tmp_path: Path, source: Path, cache: Path) -> None:
     text = small.text_file(tmp_path)
     command = ["moe-compress", "compress", str(source), "--token", TOKEN, f"--option=key={TOKEN}"]

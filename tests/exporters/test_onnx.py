@@ -250,7 +250,8 @@ def rotated(name: str, kind: str, folder: Path, short: int = SHORT) -> Path:
     return small.save(folder, name, rope_parameters=rope, max_position_embeddings=positions)
 
 
-@pytest.mark.parametrize("name", ["mixtral", zoo.full("qwen3_moe")])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 def test_rotations_for_long_texts_are_in_the_graph_too(name: str, tmp_path: Path) -> None:
     source = rotated(name, "longrope", tmp_path / "source")
     export(source, tmp_path / "out", ExportOptions())
@@ -275,6 +276,7 @@ def test_rotations_for_long_texts_are_in_the_graph_too(name: str, tmp_path: Path
         torch.testing.assert_close(graph, output.logits, rtol=0, atol=1e-4)
 
 
+@pytest.mark.full
 def test_rotations_that_change_within_the_verified_lengths_are_exported(tmp_path: Path) -> None:
     source = rotated("qwen3_moe", "longrope", tmp_path / "source", 16)
     export(source, tmp_path / "out", ExportOptions())

@@ -19,6 +19,7 @@ from compressor.model.moe_layer import MoeLayer
 from compressor.recipe.registry import load_strategy
 from compressor.statistics.statistics import LayerStatistics
 from strategies.ranked import Aimer, Ranked, count_guided, ean, gated_mass, reap, size_ratios
+from tests.support import zoo
 from tests.support.opened_models import Calls, one_expert
 from tests.support.plans import kept
 from tests.support.strategy_runs import layer_statistics, planned_layers
@@ -60,7 +61,7 @@ def naive_scores(experts: Any, layer: MoeLayer, calls: Calls) -> dict[str, list[
 
 
 @pytest.mark.parametrize("saliency", NAMES)
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "ernie4_5_vl_moe"])
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", zoo.full("mixtral"), zoo.full("ernie4_5_vl_moe")])
 def test_a_whole_model_against_a_loop_over_its_tokens(name: str, saliency: str, tmp_path: Path) -> None:
     """Protected experts are kept first, then by score, then by number; equally many of each routing group."""
     protected: int | None = 5

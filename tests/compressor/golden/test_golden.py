@@ -22,8 +22,8 @@ from tests.support.audit import Moment, happening
 from tests.support.command_line import Run, refused
 from tests.support.model_server import compute_as_vllm, serving
 
-pytestmark = pytest.mark.usefixtures("offline")
-FAMILIES = ("qwen3_moe", zoo.full("mixtral"), zoo.full("deepseek_v3"), "gpt_oss")
+pytestmark = pytest.mark.usefixtures("offline", "golden")
+FAMILIES = ("qwen3_moe", zoo.full("mixtral"), zoo.full("deepseek_v3"), zoo.full("gpt_oss"))
 GOLDEN = "golden_answers.json"
 
 
@@ -187,7 +187,7 @@ def served_as_fp8(folder: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("targets", ["experts", "all"])
+@pytest.mark.parametrize("targets", ["experts", zoo.full("all")])
 @pytest.mark.parametrize("model", ["qwen3_moe", zoo.full("mixtral")], indirect=True)
 def test_servers_round_activations_of_fp8_weights(model: Path, targets: str, run: Run, tmp_path: Path) -> None:
     out = tmp_path / "fp8"
@@ -243,6 +243,7 @@ def test_what_stock_transformers_loads_otherwise_is_said(model: Path, run: Run, 
     assert json.loads(result.out)["verdict"] == "same" and "draws at random" in json.loads(result.out)["stock"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
 def test_a_plain_model_may_be_served_in_fp8(model: Path, run: Run) -> None:
     sound = zoo.reload("qwen3_moe", model)

@@ -274,6 +274,7 @@ def onnx(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_stock_loading_is_offered_only_where_it_is_right(tmp_path: Path) -> None:
     for scheme, offered in (("nvfp4", False), ("fp8", True)):
         api.compress(str(DEMO), tmp_path / scheme, [Quantize(scheme=scheme)])

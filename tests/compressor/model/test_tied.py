@@ -60,7 +60,7 @@ def ends(model: Any) -> list[torch.Tensor]:
     return [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
 
 
-@pytest.mark.parametrize(("family", "stored", "flags"), CASES)
+@pytest.mark.parametrize(("family", "stored", "flags"), zoo.few(CASES, 6))
 def test_what_stock_transformers_loads_runs_and_is_written(
     family: str, stored: str, flags: str, tmp_path: Path
 ) -> None:

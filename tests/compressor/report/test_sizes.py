@@ -76,6 +76,7 @@ def evaluated(home: Path) -> torch.Tensor:
     return torch.cat(own.batches)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("split", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_pair_is_what_compress_writes(home: Path, tmp_path: Path, split: int) -> None:
     made, rows = compared(home, splits=[split]), evaluated(home)

@@ -97,6 +97,7 @@ def test_only_further_equal_rows_change_and_rows_of_no_expert_never(dtype: torch
     assert distinct_rows(bias, 0, 5) is bias
 
 
+@pytest.mark.full
 def test_no_router_of_a_pruned_split_has_equal_rows_whichever_way_it_came(tmp_path: Path) -> None:
     small.save(tmp_path / "model")
     compressor.compress(str(tmp_path / "model"), tmp_path / "split", [compressor.Prune(ratio=0, split=2)])

@@ -17,7 +17,7 @@ def tensors(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.usefixtures("offline")
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss", "mixtral-tied"])  # single, dense, fused, tied
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", zoo.full("mixtral"), zoo.full("mixtral-tied")])
 @pytest.mark.parametrize(
     ("strategy", "method"),
     [("reap", "none"), pytest.param("hc-smoe", "none", marks=pytest.mark.full), ("reap", "ridge")],

@@ -198,7 +198,7 @@ def before_calls(call: str, action: Callable[[int], None]) -> Callable[..., Any]
     return acting
 
 
-@pytest.mark.parametrize("exists", [False, True], ids=["new", "empty"])
+@pytest.mark.parametrize("exists", [False, pytest.param(True, marks=pytest.mark.full)], ids=["new", "empty"])
 @pytest.mark.parametrize("call", ["replace", "pwrite", "fsync", "close", "open"])
 def test_killed_before_any_system_call(
     call: str, exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, str]
@@ -487,7 +487,7 @@ def test_an_empty_folder_is_filled_and_nothing_is_made_beside_it(tmp_path: Path,
         write(a_job(), out)
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("overwrite", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_folder_that_cannot_be_renamed_is_whole_or_without_config_at_every_moment(
     overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
