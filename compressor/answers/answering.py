@@ -48,9 +48,13 @@ class TaskWriting:
     """How answers to the items of one of lm-eval's tasks are written: by lm-eval's own rules."""
 
     task: str
-    settings: Mapping[str, Any]  # limits, sampling and texts that end an answer, by its names
+    # of each request: limits, sampling and texts that end its answer, by lm-eval's names
+    settings: Sequence[Mapping[str, Any]]
     seed: int = 0
     enable_thinking: bool | None = None
+
+
+Writing: TypeAlias = GenerationOptions | TaskWriting
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +96,7 @@ class Model(ABC):
         return tokenizer, read_facts(self.source.folder, tokenizer)
 
     def complete(
-        self,
-        requests: Sequence[Request],
-        options: GenerationOptions | TaskWriting,
-        progress: Progress,
+        self, requests: Sequence[Request], options: Writing, progress: Progress
     ) -> Iterator[tuple[int, Answer]]:
         """Write what follows prompts: yield each answer when it's there, after its request's
         number."""

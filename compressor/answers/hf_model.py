@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lm_eval.models.huggingface import HFLM
@@ -17,9 +17,6 @@ from compressor.errors import CompressionError
 from compressor.model.opened import load_whole
 from compressor.progress import Progress
 
-if TYPE_CHECKING:
-    from compressor.answers.stock import StockModel
-
 # `auto` would try ever larger batches until memory runs out, which ends the process on a CPU
 CPU_BATCH = 8
 # of a batch of scored items on a CPU: experts that get few tokens each compute slowly
@@ -29,7 +26,7 @@ LOGIT_BYTES = 2**29  # of a batch's logits in float32, unless one row alone has 
 
 class HfModel(HFLM):
     """A causal language model that reports progress, and stops at the first number that is not
-    finite."""
+    finite; `owner` is the `StockModel` that asks it."""
 
     batch_begin = 0  # first request of the batch in the making
     reached: deque[bool]  # of a batch's answers to come: whether they reached the token limit
@@ -39,7 +36,7 @@ class HfModel(HFLM):
         from_pretrained=lambda folder, **settings: load_whole(Path(folder), **settings)
     )
 
-    def __init__(self, owner: "StockModel") -> None:
+    def __init__(self, owner: Any) -> None:
         device = pick_device(owner.device)
         super().__init__(
             # an absolute path is never asked for on the Hub
@@ -81,8 +78,8 @@ class HfModel(HFLM):
         self._watch(options.task, len(requests), progress)
         self.cut = set[str | None]()  # texts whose answers reached the token limit
         asked: Any = []
-        for prompt, _ in requests:
-            asked.append(SimpleNamespace(args=(prompt.text, dict(options.settings))))
+        for (prompt, _), settings in zip(requests, options.settings, strict=True):
+            asked.append(SimpleNamespace(args=(prompt.text, settings)))
         answers = list[Answer]()
         texts = self.generate_until(asked, disable_tqdm=True)
         for (prompt, seed), text in zip(requests, texts, strict=True):

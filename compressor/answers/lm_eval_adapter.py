@@ -1,7 +1,6 @@
 """A model of ours as lm-eval asks it, in tokens and chats as lm-eval's own models make them.
 Importing this module imports lm-eval."""
 
-import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -126,37 +125,28 @@ class LmEvalModel(TemplateLM):
         end = self.options.think_end_token
         if str(end).isdigit():
             end = self.tokenizer.decode([int(str(end))])
-        by_settings: dict[str, list[int]] = {}
-        for number, request in enumerate(requests):
-            by_settings.setdefault(json.dumps(request.args[1], default=str), []).append(number)
-        texts = [""] * len(requests)
-        for numbers in by_settings.values():
-            settings = requests[numbers[0]].args[1]
-            writing = TaskWriting(
-                self.task, settings, self.sampling_seed, self.options.enable_thinking
-            )
-            asked = list[tuple[Prompt, int]]()
-            for number in numbers:
-                context = requests[number].args[0]
-                messages = getattr(context, "messages", ())
-                prompt = Prompt.of(messages or str(context), text=str(context))
-                asked.append((prompt, self.sampling_seed))
+        seed, thinking = self.sampling_seed, self.options.enable_thinking
+        prompts = list[Prompt]()
+        keys = list[str]()
+        for context, settings in (request.args for request in requests):
+            messages = getattr(context, "messages", ())
+            prompts.append(Prompt.of(messages or str(context), text=str(context)))
+            keys.append(request_key(prompts[-1].id, str(context), settings, seed, thinking))
 
-            def ask(
-                missing: Sequence[int], asked: Any = asked, writing: TaskWriting = writing
-            ) -> Iterator[tuple[int, Answer]]:
-                return self.model.complete(
-                    [asked[number] for number in missing], writing, self.progress
-                )
+        def ask(missing: Sequence[int]) -> Iterator[tuple[int, Answer]]:
+            settings = [requests[number].args[1] for number in missing]
+            writing = TaskWriting(self.task, settings, seed, thinking)
+            asked = [(prompts[number], seed) for number in missing]
+            return self.model.complete(asked, writing, self.progress)
 
-            keys = [request_key(prompt.id, prompt.text, writing) for prompt, _ in asked]
-            until = settings.get("until") or []
+        texts = list[str]()
+        for request, answer in zip(requests, keep(self.journal, keys, ask), strict=True):
+            until = request.args[1].get("until") or []
             until = [until] if isinstance(until, str) else [*until]
             stop = handle_stop_sequences(until, self.tokenizer.eos_token)
-            for number, answer in zip(numbers, keep(self.journal, keys, ask), strict=True):
-                texts[number] = str(postprocess_generated_text(answer.text, stop, end))
-                if answer.ended == "length":
-                    self.cut.add(requests[number].args[0])
+            texts.append(str(postprocess_generated_text(answer.text, stop, end)))
+            if answer.ended == "length":
+                self.cut.add(request.args[0])
         return texts
 
 

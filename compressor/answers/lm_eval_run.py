@@ -106,19 +106,17 @@ def choose_metric(task: EvaluationTask, rows: Mapping[str, Rows], named: str) ->
         [named] if named else (*task.parts[first].aggregation(), *rows[first][0]["metrics"])
     )
     for name in names:
-        kinds = set[Kind | None]()
+        kinds = set[Kind | None]()  # None: of a value that is not the item's alone
         for part, task_object in task.parts.items():
             is_perplexity = aggregates_perplexity(task_object, name)
-            for row in rows[part]:
-                value = row.get(name)
+            for value in (row.get(name) for row in rows[part]):
                 is_weighted = isinstance(value, tuple) and len(value) == 2
-                if is_perplexity and (is_weighted or hasattr(value, "__float__")):
-                    kinds.add("likelihood")
                 # NumPy's numbers have it, text has not
-                elif not is_weighted and hasattr(value, "__float__"):
-                    kinds.add("score")
-                else:  # it does not belong to the item alone
-                    kinds.add(None)
+                is_number = hasattr(value, "__float__")
+                if is_perplexity and (is_weighted or is_number):
+                    kinds.add("likelihood")
+                else:
+                    kinds.add("score" if is_number else None)
         (kind, *others) = kinds
         if kind is not None and not others:
             return name, kind

@@ -24,7 +24,7 @@ def model_of(
     at a time, or in memory."""
     if server is not None:
         return ServerModel(server, source, rows)
-    if (source.folder / GRAPH).is_file():
+    if (source.folder / GRAPH).is_file() and not any(source.folder.glob("*.safetensors")):
         return OnnxModel(source, device)
     if streamed:
         return StreamedModel(source, device, dtype, rows)

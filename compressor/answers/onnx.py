@@ -18,7 +18,7 @@ from compressor.answers.answering import (
     Ended,
     Model,
     Request,
-    TaskWriting,
+    Writing,
     answer_of,
     seed_of,
 )
@@ -244,13 +244,9 @@ class OnnxModel(Model):
         return {"files": stamp(self.source.folder), "device": self.device, "packages": packages}
 
     def complete(
-        self,
-        requests: Sequence[Request],
-        options: GenerationOptions | TaskWriting,
-        progress: Progress,
+        self, requests: Sequence[Request], options: Writing, progress: Progress
     ) -> Iterator[tuple[int, Answer]]:
-        if isinstance(options, TaskWriting):
-            raise CompressionError(f"{self.label} answers prompts alone; name a checkpoint")
+        assert isinstance(options, GenerationOptions)
         tokenizer, facts = self.opened()
         progress.start(f"Writing answers by {self.label}", len(requests))
         for number, request in enumerate(requests):

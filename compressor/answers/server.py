@@ -31,6 +31,7 @@ from compressor.answers.answering import (
     Request,
     Scoring,
     TaskWriting,
+    Writing,
     read_facts,
     seed_of,
 )
@@ -47,7 +48,7 @@ from compressor.model.tokenizer import (
     thinking_end,
     with_json_arguments,
 )
-from compressor.progress import Progress
+from compressor.progress import SILENT, Progress
 
 MOST_BYTES = 2**25  # of an answer
 TRIES, PAUSE = 4, 0.5  # of a request that may pass later; seconds, doubled each time
@@ -368,11 +369,18 @@ class Server:
                 "address, or the proxy that the environment names"
             ) from error
 
-    def all(self, questions: Iterable[Q], ask: Callable[[Q], T], at_once: int) -> Iterator[T]:
+    def all(
+        self,
+        questions: Iterable[Q],
+        ask: Callable[[Q], T],
+        at_once: int | None = None,
+        progress: Progress = SILENT,
+    ) -> Iterator[T]:
         """Yield the answers in any order, each as soon as it is there; so many are asked at once.
 
         Where one fails, no further one is asked; those under way are waited for and yielded first.
         """
+        at_once = at_once or AT_ONCE
         waiting = iter(questions)
         error: BaseException | None = None
         with ThreadPoolExecutor(at_once) as pool:
@@ -382,6 +390,7 @@ class Server:
                 for future in done:
                     error = error or future.exception()
                     if future.exception() is None:
+                        progress.advance("")
                         yield future.result()
                 if error is None:
                     running |= {
@@ -539,29 +548,26 @@ class ServerModel(Model):
         return load_tokenizer(self.source.folder), facts
 
     def complete(
-        self,
-        requests: Sequence[Request],
-        options: GenerationOptions | TaskWriting,
-        progress: Progress,
+        self, requests: Sequence[Request], options: Writing, progress: Progress
     ) -> Iterator[tuple[int, Answer]]:
-        tokenizer, _ = self.opened()
-        if isinstance(options, TaskWriting):
-            progress.start(f"Evaluating {self.label} on {options.task}", len(requests))
-        else:
-            progress.start(f"Writing answers by {self.label}", len(requests))
+        tokenizer = load_tokenizer(self.source.folder)
+        task = options if isinstance(options, TaskWriting) else None
+        how = (
+            f"Evaluating {self.label} on {task.task}"
+            if task
+            else f"Writing answers by {self.label}"
+        )
+        progress.start(how, len(requests))
 
-        def ask(numbered: tuple[int, Request]) -> tuple[int, Answer]:
-            number, request = numbered
-            prompt, seed = request
+        def ask(number: int) -> tuple[int, Answer]:
+            prompt, seed = requests[number]
             if isinstance(options, TaskWriting):
-                question = self._task_question(prompt, options, tokenizer)
+                question = self._task_question(prompt, options, number, tokenizer)
             else:
-                question = _question(request, options, tokenizer)
+                question = _question(requests[number], options, tokenizer)
             (choice,) = self.server.complete({**question, **self.server.plain}).choices
             reason = choice.finish_reason
-            ended: Ended = "end" if reason in ENDED else "length"
-            if isinstance(options, TaskWriting):
-                ended = "length" if reason == "length" else "end"
+            ended: Ended = "end" if reason in ENDED or (task and reason != "length") else "length"
             if isinstance(choice, TextChoice):
                 text = choice.text
             elif isinstance(options, TaskWriting):
@@ -570,7 +576,7 @@ class ServerModel(Model):
                 text = message_text(choice.message, prompt, tokenizer, options.chat)
             return number, Answer(prompt.id, seed, (), text, ended)
 
-        return self._all([*enumerate(requests)], ask, progress)
+        return self.server.all(range(len(requests)), ask, self.rows, progress)
 
     def score(
         self, requests: Sequence[Scoring], task: str, progress: Progress, rolling: bool = False
@@ -579,8 +585,8 @@ class ServerModel(Model):
         longest = self.max_length
         progress.start(f"Evaluating {self.label} on {task}", len(requests))
 
-        def ask(numbered: tuple[int, Scoring]) -> tuple[int, Likelihood]:
-            number, (before, after) = numbered
+        def ask(number: int) -> tuple[int, Likelihood]:
+            before, after = requests[number]
             tokens = [*before, *after][-longest - 1 :]
             pieces = None
             prompt: Any = tokens
@@ -601,23 +607,16 @@ class ServerModel(Model):
                 )
             return number, likelihood
 
-        return self._all([*enumerate(requests)], ask, progress)
-
-    def _all(
-        self, questions: Sequence[Q], ask: Callable[[Q], T], progress: Progress
-    ) -> Iterator[T]:
-        for answer in self.server.all(questions, ask, self.rows or AT_ONCE):
-            progress.advance("")
-            yield answer
+        return self.server.all(range(len(requests)), ask, self.rows, progress)
 
     def _task_question(
-        self, prompt: Prompt, options: TaskWriting, tokenizer: Any
+        self, prompt: Prompt, options: TaskWriting, number: int, tokenizer: Any
     ) -> dict[str, Any]:
         """Return the question of a task's item by lm-eval's settings, cut on the left; a chat's
         text is made by the server."""
         from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
-        settings: dict[str, Any] = {**normalize_gen_kwargs(dict(options.settings))}
+        settings: dict[str, Any] = {**normalize_gen_kwargs(dict(options.settings[number]))}
         del settings["do_sample"]
         stop = handle_stop_sequences(settings.pop("until", None), tokenizer.eos_token)
         limit = settings.pop("max_gen_toks")

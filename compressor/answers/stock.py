@@ -24,6 +24,7 @@ from compressor.answers.answering import (
     Request,
     Scoring,
     TaskWriting,
+    Writing,
     answer_of,
     seed_of,
 )
@@ -105,10 +106,7 @@ class StockModel(Model):
         yield from enumerate(self._asked.scored(requests, task, progress, rolling))
 
     def complete(
-        self,
-        requests: Sequence[Request],
-        options: GenerationOptions | TaskWriting,
-        progress: Progress,
+        self, requests: Sequence[Request], options: Writing, progress: Progress
     ) -> Iterator[tuple[int, Answer]]:
         if isinstance(options, TaskWriting):
             yield from enumerate(self._asked.written(requests, options, progress))

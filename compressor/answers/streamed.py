@@ -4,18 +4,16 @@ Equal inputs run once, and there are logits only where they count. B rows of a b
 scored positions, H hidden size, V words of the vocabulary."""
 
 from collections import ChainMap, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from compressor.answers.answering import Likelihood, Model, Scoring
+from compressor.answers.answering import Likelihood, Scoring
 from compressor.answers.asking import padded
 from compressor.answers.stock import StockModel, free
-from compressor.checkpoint.source import ModelSource
 from compressor.distributed import ranks
 from compressor.divergence.logits import LogitReader
 from compressor.errors import CompressionError
@@ -48,18 +46,10 @@ class Input:
 
 
 @dataclass(slots=True)
-class StreamedModel(Model):
+class StreamedModel(StockModel):
     """A checkpoint of a causal language model; several ranks share the work."""
 
-    source: ModelSource
-    device: str = "auto"
-    dtype: str = "auto"
-    rows: int | None = None  # of a batch
     model: OpenModel | None = field(default=None, repr=False)  # while it is open
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        return StockModel(self.source, self.device, self.dtype).facts
 
     @property
     def max_length(self) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import PositiveFloat
 
-from compressor.answers.server import AT_ONCE, Checked, RefusedError, Server
+from compressor.answers.server import Checked, RefusedError, Server
 from compressor.errors import CompressionError
 from compressor.golden.answers import KEPT, LEAST, GoldenAnswers, Top
 from compressor.golden.compare import FAR, Answered, widest_band
@@ -108,7 +108,7 @@ def ask_server(golden: GoldenAnswers, server: Server) -> Answered:
     questions = [number for number in range(len(golden.top)) if number not in golden.decoded]
     answers = dict[int, Pair]()
     unanswered = 0
-    for pairs, is_missing in server.all(questions, ask, AT_ONCE):
+    for pairs, is_missing in server.all(questions, ask):
         answers |= pairs
         unanswered += is_missing
     if not any(answers.values()):
