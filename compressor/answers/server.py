@@ -18,7 +18,17 @@ from operator import eq
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveInt, ValidationError, WrapValidator
+from pydantic import (
+    AliasChoices,
+    AliasPath,
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    PositiveInt,
+    ValidationError,
+    WrapValidator,
+)
 from pydantic_core import from_json
 
 from compressor.answers.answering import (
@@ -164,17 +174,9 @@ class TextChoice(Choice):
     text: str
 
 
-class Usage(Checked):
-    prompt_tokens: Lenient[int] = None
-
-
 class Reply(Checked):
-    usage: Lenient[Usage] = None
-
-    @property
-    def counted(self) -> int | None:
-        """Tokens of the prompt, if the server counts them."""
-        return None if self.usage is None else self.usage.prompt_tokens
+    # tokens of the prompt, if the server counts them
+    counted: Lenient[int] = Field(None, validation_alias=AliasPath("usage", "prompt_tokens"))
 
 
 class Completion(Reply):
@@ -186,13 +188,11 @@ class MessagePart(Checked):
     text: str
 
 
-class Function(Checked):
-    name: str
-    arguments: str | dict[str, Any] | None = None
-
-
 class ToolCall(Checked):
-    function: Function
+    name: str = Field(validation_alias=AliasPath("function", "name"))
+    arguments: str | dict[str, Any] | None = Field(
+        None, validation_alias=AliasPath("function", "arguments")
+    )
 
 
 class Message(Checked):
@@ -216,16 +216,12 @@ class Chat(Reply):
     choices: tuple[ChatChoice]
 
 
-class Fault(Checked):
-    message: str
-
-
 class Refusal(Checked):
-    """The body of an error: servers write {"error": {"message": TEXT}}, {"error": TEXT} or
-    {"message": TEXT}."""
+    """The body of an error, of which servers have three forms."""
 
-    error: Lenient[Fault | str] = None
-    message: Lenient[str] = None
+    reason: str = Field(
+        validation_alias=AliasChoices(AliasPath("error", "message"), "error", "message")
+    )
 
 
 Kind = TypeVar("Kind", bound=Checked)
@@ -268,10 +264,8 @@ class Server:
         status = response.status_code
         if response.is_error:
             reason = response.reason_phrase or "no reason"
-            with suppress(ValidationError):  # no JSON object
-                refusal = Refusal.model_validate_json(content)
-                error = refusal.error.message if isinstance(refusal.error, Fault) else refusal.error
-                reason = refusal.message or error or reason
+            with suppress(ValidationError):
+                reason = Refusal.model_validate_json(content).reason or reason
             remedy = "see its log"
             if status in (401, 403):
                 remedy = f"put its key into the environment variable {KEY_VARIABLE}"
@@ -666,10 +660,10 @@ def message_text(message: Message, prompt: Prompt, tokenizer: Any, chat: bool) -
         opening = "" if is_open else f"{begin}\n"
         text = f"{opening}{thinking.strip()}\n{end}\n\n{text.lstrip()}"
     for call in message.tool_calls or ():
-        arguments = call.function.arguments
+        arguments = call.arguments
         with suppress(ValueError):  # else it is shown as it was written
             arguments = from_json(arguments) if isinstance(arguments, str) else arguments
-        shown = json.dumps({"name": call.function.name, "arguments": arguments}, ensure_ascii=False)
+        shown = json.dumps({"name": call.name, "arguments": arguments}, ensure_ascii=False)
         text = f"{text}\n<tool_call>\n{shown}\n</tool_call>".lstrip("\n")
     return text
 

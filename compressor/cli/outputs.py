@@ -11,7 +11,6 @@ import typer
 
 import compressor
 from compressor.answers.options import GenerationOptions
-from compressor.checkpoint.source import ModelSource
 from compressor.cli.options import (
     RUNNING,
     TEXT,
@@ -117,6 +116,7 @@ def generate(
     refuse_no_file(folder)
     from compressor.answers.onnx import OnnxModel
     from compressor.answers.prompts import Prompt
+    from compressor.checkpoint.source import ModelSource
 
     text = sys.stdin.read().removesuffix("\n").removesuffix("\r") if prompt == "-" else prompt
     model = OnnxModel(ModelSource(str(folder), None, folder), running.device)
