@@ -3,7 +3,7 @@ Importing this module imports lm-eval."""
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -36,9 +36,7 @@ class ChatText(str):
 
 
 class LmEvalModel(TemplateLM):
-    """Answers lm-eval by `complete` and `score` of a model; a journal keeps the answers.
-
-    `options` and `template` say how chats are written."""
+    """Answers lm-eval by `complete` and `score` of a model; a journal keeps the answers."""
 
     tokenizer_name = ""  # of a cache of requests, which we don't use
     batch_size = sys.maxsize  # all windows of long texts come at once
@@ -48,7 +46,6 @@ class LmEvalModel(TemplateLM):
         self,
         model: Model,
         options: EvaluationOptions,
-        template: Mapping[str, Any] | None = None,
         journal: Journal | None = None,
     ) -> None:
         super().__init__()
@@ -56,8 +53,14 @@ class LmEvalModel(TemplateLM):
         self.options = options
         self.journal = journal
         self.tokenizer = load_tokenizer(model.source.folder)
-        self.max_length = model.max_length
-        self.chat_template_args = dict(template or {})
+        templates = templates_of(self.tokenizer)
+        name = options.apply_chat_template
+        self.chat_template_args: dict[str, Any] = {}
+        # lm-eval itself takes a template's name and renders the default one
+        if isinstance(name, str) and name in templates:
+            self.chat_template_args["chat_template"] = templates[name]
+        chosen = str(name) if self.chat_template_args else "default"
+        self.chat_template_args |= dated_template(templates, chosen)
         if options.enable_thinking is not None:
             self.chat_template_args["enable_thinking"] = options.enable_thinking
 
@@ -66,6 +69,10 @@ class LmEvalModel(TemplateLM):
         self.task = task
         self.progress = progress
         self.cut = set[str]()  # contexts whose answers reached the token limit
+
+    @property
+    def max_length(self) -> int:
+        return self.model.max_length
 
     @property
     def eot_token_id(self) -> int:
@@ -163,19 +170,13 @@ def lm_eval_model(
     A checkpoint is freed afterwards; the `journal` keeps answers until all tasks have results.
     Raises `CompressionError` for a tokenizer that transformers makes up, which lm-eval would not
     refuse."""
-    templates = templates_of(load_tokenizer(source.folder))
-    name = options.apply_chat_template
-    # lm-eval itself takes a template's name and renders the default one
-    chosen = (
-        {"chat_template": templates[name]} if isinstance(name, str) and name in templates else {}
-    )
-    chosen |= dated_template(templates, str(name) if chosen else "default")
     rows = options.batch_size if isinstance(options.batch_size, int) else None
     model = model_of(
         source, server, rows, options.device, options.dtype, streamed, options.think_end_token
     )
-    kept = None if journal is None else Journal(journal, LINE)
+    # refused, if need be, before weights are read
+    answering = LmEvalModel(model, options, None if journal is None else Journal(journal, LINE))
     with model.loaded():
-        yield LmEvalModel(model, options, chosen, kept)
+        yield answering
     if journal is not None:
         journal.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ from collections import ChainMap, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,20 +30,6 @@ LOGIT_BYTES = 2**29  # of a batch's logits in float32, unless one row alone has 
 TOGETHER = 256  # positions whose probabilities are held at once
 # a part this large of free memory holds hidden states; what is beyond goes to disk
 WAITING_SHARE = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Input:
-    """Tokens [S] that a model runs once, and the continuations that end with the token it predicts
-    last."""
-
-    tokens: tuple[int, ...]
-    continuations: tuple[tuple[int, Sequence[int]], ...]  # each with the number of its request
-
-    @property
-    def scored(self) -> int:
-        """Number of positions, the last ones, whose logits are needed."""
-        return max(len(tokens) for _, tokens in self.continuations)
 
 
 @dataclass(slots=True)
@@ -70,7 +57,7 @@ class StreamedModel(StockModel):
             partial.release("")
             free(partial.device)
 
-    def variants(self, batches: Sequence[Sequence[Input]]) -> Sequence[LayerVisitor]:
+    def variants(self, batches: Sequence[Any]) -> Sequence[LayerVisitor]:
         """Return what has a variant of the model answer the batches; nothing for the model as it
         is."""
         return ()
@@ -84,7 +71,10 @@ class StreamedModel(StockModel):
         assert self.model is not None
         model = self.model
         longest = self.max_length
-        continuations = defaultdict[tuple[int, ...], list[tuple[int, Sequence[int]]]](list)
+        # By tokens that the model runs once, what follows them with the number of its request. The
+        # answers A and B to one question differ in their last token alone, so they share an input,
+        # cut on the left like lm-eval's.
+        asked = defaultdict[tuple[int, ...], list[tuple[int, Sequence[int]]]](list)
         for number, (before, after) in enumerate(requests):
             if not before or not after:
                 raise CompressionError(
@@ -94,21 +84,18 @@ class StreamedModel(StockModel):
                 raise CompressionError(
                     f"an answer has {len(after):,} tokens, the model takes {longest:,}; shorten it"
                 )
-            # The answers A and B to one question differ in their last token alone, so they share
-            # an input, cut on the left like lm-eval's.
-            tokens = (*before, *after)[-longest - 1 : -1]
-            continuations[tokens].append((number, after))
-        inputs = [Input(tokens, tuple(after)) for tokens, after in continuations.items()]
-        inputs.sort(key=lambda row: (-len(row.tokens), row.tokens))
+            asked[(*before, *after)[-longest - 1 : -1]].append((number, after))
+        # positions, the last ones of an input, whose logits are needed
+        scored = {row: max(len(after) for _, after in asked[row]) for row in asked}
         rows = self.rows or (CPU_ROWS if model.partial.device.type == "cpu" else GPU_ROWS)
-        batches: list[list[Input]] = []
+        batches = list[list[tuple[int, ...]]]()
         left = 0  # positions whose logits the batch has room for
-        for row in inputs:
-            if not batches or len(batches[-1]) == rows or row.scored > left:
+        for row in sorted(asked, key=lambda row: (-len(row), row)):
+            if not batches or len(batches[-1]) == rows or scored[row] > left:
                 batches.append([])
                 left = LOGIT_BYTES // (4 * model.vocabulary)
             batches[-1].append(row)
-            left -= row.scored
+            left -= scored[row]
         budget = DEFAULT_ACTIVATION_BUDGET
         if (free_memory := available()) is not None:
             budget = min(budget, free_memory // WAITING_SHARE)
@@ -116,19 +103,19 @@ class StreamedModel(StockModel):
         chosen = list[Tensor]()
         for batch in batches:
             # padded on the right: what follows a token does not reach it, so no mask is needed
-            token_ids, mask = padded([row.tokens for row in batch], 0)
-            positions = mask.bool()
-            for row, of_row in zip(batch, positions, strict=True):
-                of_row[: len(row.tokens) - row.scored] = False
-            input_ids.append(token_ids)
-            chosen.append(positions)
+            tokens, mask = padded(batch, 0)
+            for row, of_row in zip(batch, mask, strict=True):
+                of_row[: len(row) - scored[row]] = 0
+            input_ids.append(tokens)
+            chosen.append(mask.bool())
         answers = dict[int, Likelihood]()
 
-        def read(batch: int, logits: Tensor) -> None:
-            rows = batches[batch]
-            for row, of_row in zip(rows, logits.split([row.scored for row in rows]), strict=True):
-                for number, after in row.continuations:
-                    answers[number] = _likelihood(of_row, after)
+        def read(number: int, logits: Tensor) -> None:
+            batch = batches[number]
+            sizes = [scored[row] for row in batch]
+            for row, of_row in zip(batch, logits.split(sizes), strict=True):
+                for request, after in asked[row]:
+                    answers[request] = _likelihood(of_row, after)
 
         reader = LogitReader(chosen, read)
         with reader.attached(model.partial.model), torch.no_grad():
