@@ -153,7 +153,7 @@ class TaskEvaluation:
         results = dict(self.known)
         if not self.missing:
             return results
-        label = self.source.label if self.server is None else self.server.label
+        label = (self.server or self.source).label
         options = self.options
         forms = self.forms or task_forms(self.source, self.server, self.tasks, options)
         with quiet_lm_eval():
