@@ -75,6 +75,8 @@ class StreamedModel(StockModel):
         # answers A and B to one question differ in their last token alone, so they share an input,
         # cut on the left like lm-eval's.
         asked = defaultdict[tuple[int, ...], list[tuple[int, Sequence[int]]]](list)
+        # positions, the last ones of an input, whose logits are needed
+        scored = dict[tuple[int, ...], int]()
         for number, (before, after) in enumerate(requests):
             if not before or not after:
                 raise CompressionError(
@@ -84,9 +86,9 @@ class StreamedModel(StockModel):
                 raise CompressionError(
                     f"an answer has {len(after):,} tokens, the model takes {longest:,}; shorten it"
                 )
-            asked[(*before, *after)[-longest - 1 : -1]].append((number, after))
-        # positions, the last ones of an input, whose logits are needed
-        scored = {row: max(len(after) for _, after in asked[row]) for row in asked}
+            row = (*before, *after)[-longest - 1 : -1]
+            asked[row].append((number, after))
+            scored[row] = max(scored.get(row, 0), len(after))
         rows = self.rows or (CPU_ROWS if model.partial.device.type == "cpu" else GPU_ROWS)
         batches = list[list[tuple[int, ...]]]()
         left = 0  # positions whose logits the batch has room for

@@ -187,7 +187,7 @@ def served_as_fp8(folder: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("targets", ["experts", "all"])
+@pytest.mark.parametrize("targets", ["experts", zoo.full("all")])
 @pytest.mark.parametrize("model", ["qwen3_moe", zoo.full("mixtral")], indirect=True)
 def test_servers_round_activations_of_fp8_weights(model: Path, targets: str, run: Run, tmp_path: Path) -> None:
     out = tmp_path / "fp8"
