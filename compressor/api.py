@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from transformers import PreTrainedModel
 
 from compressor.answers.forms import task_forms
-from compressor.answers.generation import PromptSet, writer_of
-from compressor.answers.lm_eval_run import identity, plan_evaluation
+from compressor.answers.lm_eval_run import plan_evaluation
+from compressor.answers.models import identity, model_of
 from compressor.answers.options import AnswerOptions, ServerOptions, TaskOptions
+from compressor.answers.prompts import PromptSet
 from compressor.answers.server import Server, refuse_tasks, servers_of
 from compressor.answers.traces import Traces, write_traces
 from compressor.checkpoint.source import ModelSource, find_model, locate
@@ -523,7 +524,7 @@ def evaluate(
     options.check()
     prompts = PromptSet.read(options, limit)
     named = _two_sources((base, revision), (smaller, smaller_revision), servers, progress)
-    writers = [writer_of(source, server, batch_size, device, dtype) for source, server in named]
+    writers = [model_of(source, server, batch_size, device, dtype) for source, server in named]
     return evaluate_behaviour(
         writers[0],
         writers[1],
@@ -563,5 +564,5 @@ def traces(
             "nothing is asked; name --prompts, such as a JSONL file with chats, or demo"
         )
     source, served = _source(model, revision, servers_of(server or ServerOptions())[1], progress)
-    writer = writer_of(source, served, batch_size, device, dtype)
+    writer = model_of(source, served, batch_size, device, dtype)
     return write_traces(writer, prompts, Path(out), progress or Silent(), overwrite)

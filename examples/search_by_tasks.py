@@ -25,6 +25,7 @@ from torch import Tensor
 from compressor.answers.journal import Journal
 from compressor.answers.lm_eval_run import item_scores
 from compressor.answers.options import TaskOptions
+from compressor.answers.streamed import StreamedModel
 from compressor.answers.tasks import EvaluationOptions, EvaluationTask, quiet_lm_eval, resolve_tasks
 from compressor.errors import CompressionError
 from compressor.files import write_whole
@@ -75,17 +76,14 @@ def pruned(model: OpenModel, plans: Mapping[str, LayerPlan], experts: int) -> Su
     return Substitution(tensors, experts)
 
 
-def variant_model(model: OpenModel, rows: int) -> Any:
-    """Return lm-eval's streamed model, of which the `variant` that is set answers."""
-    from compressor.answers.lm_eval_models import StreamedModel
+class VariantModel(StreamedModel):
+    """A streamed model, of which the `variant` that is set answers."""
 
-    class VariantModel(StreamedModel):
-        variant = Substitution()
+    variant = Substitution()
 
-        def variants(self, batches: Sequence[Any]) -> Sequence[LayerVisitor]:
-            return [SideBySide(self.opened, [self.variant] * len(batches))]
-
-    return VariantModel(model, rows)
+    def variants(self, batches: Sequence[Any]) -> Sequence[LayerVisitor]:
+        assert self.model is not None
+        return [SideBySide(self.model, [self.variant] * len(batches))]
 
 
 def mean_score(
@@ -142,10 +140,12 @@ def search(
     facts += ["alone"] if alone else []  # earlier journals stay valid
     journal = Journal(out.with_name(f"{out.name}.{request_key(facts)[:8]}.jsonl"), SCORE)
     known = {(decoder_layer, kept): score for decoder_layer, kept, score in journal.read()}
-    answering = variant_model(
-        model, options.batch_size if isinstance(options.batch_size, int) else ROWS
-    )
-    answering.watch(model.source.label, "all tasks", Silent())
+    from compressor.answers.lm_eval_adapter import LmEvalModel
+
+    rows = options.batch_size if isinstance(options.batch_size, int) else ROWS
+    streamed = VariantModel(model.source, rows=rows, model=model)
+    answering = LmEvalModel(streamed, options)
+    answering.watch("all tasks", Silent())
     plans = dict[str, LayerPlan]()
     entries = list[dict[str, Any]]()
     for decoder_layer, layers in layers_by_decoder_layer(model.architecture.layers).items():
@@ -153,7 +153,7 @@ def search(
         for kept in candidates(layers[0], experts, most, seed):
             if (decoder_layer, kept) not in known:
                 tried = {layer.name: LayerPlan.keep(layer, kept) for layer in layers}
-                answering.variant = pruned(model, tried if alone else {**plans, **tried}, experts)
+                streamed.variant = pruned(model, tried if alone else {**plans, **tried}, experts)
                 known[decoder_layer, kept] = mean_score(answering, tasks, options)
                 journal.add((decoder_layer, kept, known[decoder_layer, kept]))
             scores[kept] = known[decoder_layer, kept]

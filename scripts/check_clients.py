@@ -40,11 +40,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import compressor
-from compressor.answers.generation import ServedGenerator, StockGenerator
 from compressor.answers.lm_eval_run import plan_evaluation
 from compressor.answers.options import GenerationOptions
 from compressor.answers.prompts import Prompt
-from compressor.answers.server import Server, open_server
+from compressor.answers.server import Server, ServerModel, open_server
+from compressor.answers.stock import StockModel
 from compressor.answers.tasks import EvaluationOptions, resolve_tasks
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
@@ -375,9 +375,10 @@ def with_server(case: Case, shown: str, python: str, *arguments: object) -> Row:
                 .values
                 for each in servers
             ]
-            writers = StockGenerator(source, dtype="float32"), ServedGenerator(server, source)
+            writers = StockModel(source, dtype="float32"), ServerModel(server, source)
             mine, theirs = (
-                {x.prompt: x.text for x in each.write(asked, writing, Silent())} for each in writers
+                {x.prompt: x.text for _, x in each.complete(asked, writing, Silent())}
+                for each in writers
             )
     except (RuntimeError, CompressionError) as error:
         return case.label, shown, f"failed: {error}", "-", "-"

@@ -29,7 +29,7 @@ ORDER: Mapping[str, str] = {  # a package imports earlier ones only
     "data": "from sources of text to batches of tokens, in named parts; the demo's data",
     "statistics": "what is measured of MoE layers while text passes them",
     "divergence": "how far models are from their base on text: KL, loss, flips, and the acceptance rule",
-    "answers": "models' answers to prompts and to the items of lm-eval's tasks, in memory, streamed or by a server",
+    "answers": "models that answer prompts and lm-eval's tasks by one interface: in memory, streamed, a server, ONNX",
     "quality_gate": "statistics, conditions and verdict on what compression cost",
     "golden": "golden answers of a model, and whether something anywhere still computes them",
     "recipe": "steps, recipes and plans: what is to be done, as YAML and JSON",

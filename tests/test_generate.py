@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.compressor.answers.test_onnx_decoder import export, graph, reference
+from tests.compressor.answers.test_onnx import export, graph, reference
 from tests.support import small
 from tests.support.command_line import Run, refused
 

@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import compressor
-from compressor.answers.generation import Answer, StockGenerator
+from compressor.answers.answering import Answer
 from compressor.answers.options import GenerationOptions
 from compressor.answers.prompts import Prompt
+from compressor.answers.stock import StockModel
 from compressor.checkpoint.source import locate
 from compressor.model.opened import open_model
 from compressor.model.streaming import LayerVisitor, Pass, ReversePass
@@ -99,9 +100,9 @@ def test_answers(tmp_path: Path) -> None:
     prompts = [Prompt.of(text) for text in ("one", "one two three", "four words and more")]
 
     def written(device: str, temperature: float) -> set[Answer]:
-        writer = StockGenerator(locate(str(tmp_path / "model")), device, "float32")
+        writer = StockModel(locate(str(tmp_path / "model")), device, "float32")
         options = GenerationOptions(max_new_tokens=12, temperature=temperature)
-        return set(writer.write([(prompt, 0) for prompt in prompts], options, Silent()))
+        return {answer for _, answer in writer.complete([(prompt, 0) for prompt in prompts], options, Silent())}
 
     for temperature in (0.0, 1.0):
         assert written("cuda", temperature) == written("cpu", temperature)

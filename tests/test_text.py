@@ -10,7 +10,7 @@ from lm_eval.api.instance import Instance
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from compressor.answers.lm_eval_models import lm_eval_model
+from compressor.answers.lm_eval_adapter import lm_eval_model
 from compressor.answers.tasks import EvaluationOptions
 from compressor.checkpoint.source import locate
 from compressor.data.batches import calibrate, evaluation_sets
@@ -59,7 +59,7 @@ def test_a_documents_loss_is_the_stock_models_everywhere(model: Path, tmp_path: 
     options = EvaluationOptions(tasks=("any",), dtype="float32", device="cpu")
     for streamed in (False, True):
         with lm_eval_model(locate(str(model)), options, streamed) as asked:
-            asked.watch("model", "task", Silent())
+            asked.watch("task", Silent())
             (total,) = asked.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (SENTENCE,), 0)])
             (scored,) = asked.loglikelihood([Instance("loglikelihood", {}, (SENTENCE[:9], SENTENCE[9:]), 0)])
         assert -total / (length - 1) == pytest.approx(loss, rel=1e-6)

@@ -8,9 +8,8 @@ import pytest
 import torch
 import transformers
 
-from compressor.answers.generation import message_text
 from compressor.answers.prompts import Prompt
-from compressor.answers.server import Message
+from compressor.answers.server import Message, message_text
 from compressor.data.documents import documents
 from compressor.data.sources import WeightedSource
 from tests.support import small

@@ -2,7 +2,7 @@
 twice."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,3 +35,22 @@ class Journal:
             with self.path.open("a", encoding="utf-8") as stream:
                 # the last line may have been cut off
                 stream.write(f"\n{json.dumps(plain_json(entry))}")
+
+
+def keep(
+    journal: Journal | None,
+    keys: Sequence[str],
+    ask: Callable[[Sequence[int]], Iterable[tuple[int, Any]]],
+) -> list[Any]:
+    """Return the answer to each key; what the journal has, as pairs of key and answer, is not asked
+    again.
+
+    `ask` gets the numbers of the others, and yields answers after their place among these."""
+    known = {} if journal is None else dict(journal.read())
+    answers = [known.get(key) for key in keys]
+    missing = [number for number, key in enumerate(keys) if key not in known]
+    for place, answer in ask(missing) if missing else ():
+        if journal is not None:
+            journal.add((keys[missing[place]], answer))
+        answers[missing[place]] = answer
+    return answers

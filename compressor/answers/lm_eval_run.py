@@ -14,42 +14,32 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
-
 from compressor.answers.forms import SERVED, TaskForm, task_forms
-from compressor.answers.scores import HASH_DIGITS, REPORT, AnsweredItem, ItemScores, Kind
+from compressor.answers.models import identity
+from compressor.answers.scores import HASH_DIGITS, AnsweredItem, ItemScores, Kind
 from compressor.answers.server import Server, served_facts
+from compressor.answers.stock import PACKAGES, fits_whole, weight_bytes
 from compressor.answers.tasks import (
     EvaluationOptions,
     EvaluationTask,
     aggregates_perplexity,
     quiet_lm_eval,
 )
-from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource
-from compressor.devices import pick_device
 from compressor.distributed import ranks
 from compressor.errors import CompressionError, wrap_faults
-from compressor.files import GOLDEN, file_digest
 from compressor.formatting import human_bytes
-from compressor.model.architecture import build_meta, load_config
-from compressor.model.opened import memory_budget, pick_dtype
 from compressor.progress import Progress
 from compressor.records import read_as
 from compressor.run_record import read_cached, request_key, versions, write_cached
 
 logger = logging.getLogger(__name__)
 
-HEADROOM = 2**30  # bytes beside the weights: what lm-eval and a batch's logits take
-PACKAGES = ("lm-eval", "torch", "transformers")
 PACKAGE = "moe-compressor"  # whose own code asks a server
 REMEDIES = (
     "pass --stream, a smaller --batch-size, or --device cpu",
     "see whether lm-eval alone can do it",
 )
-# files beside the weights that decide what a model answers
-READ_WHOLE = (".json", ".jinja", ".model", ".txt")
-
 Rows = Sequence[Mapping[str, Any]]  # a task's samples under its first filter
 # the same items, told in nats as the other perplexities are
 PER_BYTE = {"bits_per_byte": "byte_perplexity"}
@@ -116,19 +106,17 @@ def choose_metric(task: EvaluationTask, rows: Mapping[str, Rows], named: str) ->
         [named] if named else (*task.parts[first].aggregation(), *rows[first][0]["metrics"])
     )
     for name in names:
-        kinds = set[Kind | None]()
+        kinds = set[Kind | None]()  # None: of a value that is not the item's alone
         for part, task_object in task.parts.items():
             is_perplexity = aggregates_perplexity(task_object, name)
-            for row in rows[part]:
-                value = row.get(name)
+            for value in (row.get(name) for row in rows[part]):
                 is_weighted = isinstance(value, tuple) and len(value) == 2
-                if is_perplexity and (is_weighted or hasattr(value, "__float__")):
-                    kinds.add("likelihood")
                 # NumPy's numbers have it, text has not
-                elif not is_weighted and hasattr(value, "__float__"):
-                    kinds.add("score")
-                else:  # it does not belong to the item alone
-                    kinds.add(None)
+                is_number = hasattr(value, "__float__")
+                if is_perplexity and (is_weighted or is_number):
+                    kinds.add("likelihood")
+                else:
+                    kinds.add("score" if is_number else None)
         (kind, *others) = kinds
         if kind is not None and not others:
             return name, kind
@@ -136,32 +124,6 @@ def choose_metric(task: EvaluationTask, rows: Mapping[str, Rows], named: str) ->
         f"task {task.name!r} has no metric of single items (it has {', '.join(names) or 'none'}), "
         "so models cannot be compared item by item; name another task"
     )
-
-
-def identity(
-    source: ModelSource, server: Server | None = None, digests: bool = False
-) -> dict[str, Any]:
-    """Return facts that decide a model's answers: a commit on the Hub, or the files of a folder.
-
-    Facts of a served model are those that its server reports. With the SHA-256
-    `digests` of a folder's weight files, a copy is known for the model that was evaluated.
-    """
-    if server is not None:
-        return served_facts(server, source.folder)
-    if source.revision is not None:
-        return {"repository": source.name, "commit": source.revision}
-    files = {}
-    for path in sorted(source.folder.iterdir()):
-        is_text = path.suffix in READ_WHOLE and path.is_file()
-        if is_text and path.name not in (REPORT, GOLDEN):
-            files[path.name] = file_digest(path)
-    weights = [list(entry) for entry in Checkpoint(source.folder).stamp()]
-    facts: dict[str, Any] = {"weights": weights, "files": files}
-    if digests:
-        facts["digests"] = {
-            str(name): file_digest(source.folder / str(name)) for name, *_ in weights
-        }
-    return facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,11 +153,11 @@ class TaskEvaluation:
         results = dict(self.known)
         if not self.missing:
             return results
-        label = self.source.label if self.server is None else self.server.label
+        label = (self.server or self.source).label
         options = self.options
         forms = self.forms or task_forms(self.source, self.server, self.tasks, options)
         with quiet_lm_eval():
-            from compressor.answers.lm_eval_models import lm_eval_model
+            from compressor.answers.lm_eval_adapter import lm_eval_model
 
             opening = lm_eval_model(self.source, options, self.streamed, self.server, self.journal)
             progress.start(f"{'Opening' if self.streamed else 'Loading'} {label}", 1)
@@ -211,7 +173,7 @@ class TaskEvaluation:
                     with wrap_faults(
                         f"{label} could not be evaluated on task {names!r}", *REMEDIES
                     ):
-                        model.watch(label, names, progress)
+                        model.watch(names, progress)
                         begin = time.perf_counter()
                         # streamed tasks, all of them scored, have one
                         form = forms[together[0].name]
@@ -347,14 +309,6 @@ def plan_evaluation(
     )
 
 
-def weight_bytes(source: ModelSource, dtype: str) -> int:
-    """Return the bytes of all weights in the dtype that they compute in; tied ones count once."""
-    checkpoint = Checkpoint(source.folder)
-    config = load_config(source.folder)
-    model = build_meta(config, pick_dtype(dtype, config, checkpoint))
-    return sum(value.nbytes for value in model.parameters())
-
-
 def streams(source: ModelSource, options: EvaluationOptions) -> bool:
     """Return True if the model is to be streamed: as the options say, by several ranks, or where it
     does not fit.
@@ -371,11 +325,3 @@ def streams(source: ModelSource, options: EvaluationOptions) -> bool:
             "torchrun"
         )
     return True
-
-
-def fits_whole(source: ModelSource, dtype: str, device: str) -> bool:
-    """Return True if the stock loader can hold the model in the machine's memory, and in the
-    device's own."""
-    budgets = map(memory_budget, (torch.device("cpu"), pick_device(device)))
-    needed = weight_bytes(source, dtype) + HEADROOM
-    return all(budget is None or needed <= budget for budget in budgets)

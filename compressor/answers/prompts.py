@@ -5,9 +5,10 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from compressor.answers.options import NEW_TOKENS, AnswerOptions, GenerationOptions
 from compressor.data.chats import (
     ANSWERING,
     ASKING,
@@ -206,3 +207,47 @@ def tokens_of(
             "beyond the positions that the model was made for; shorten it or lower that"
         )
     return ids
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """Prompts that have been read, and the options by which models answer them."""
+
+    prompts: tuple[Prompt, ...]
+    options: AnswerOptions
+    seed: int = 0  # of the first answer to each prompt
+
+    @classmethod
+    def read(
+        cls, options: AnswerOptions, limit: int | None = None, seed: int = 0
+    ) -> "PromptSet | None":
+        """Read the prompts that the options name, at most `limit` of each source; None if they name
+        none."""
+        if not options.prompts:
+            return None
+        return cls(read_prompts(options.prompts, limit=limit, strict=options.strict), options, seed)
+
+    @property
+    def requests(self) -> list[tuple[Prompt, int]]:
+        """Each prompt with each seed."""
+        seeds = range(self.seed, self.seed + self.options.seeds)
+        return [(prompt, seed) for prompt in self.prompts for seed in seeds]
+
+    @property
+    def answers(self) -> int:
+        """Number of answers of each model."""
+        return len(self.prompts) * self.options.seeds
+
+    def fitted(self, opened: Sequence[tuple[Any, Any]]) -> "tuple[PromptSet, GenerationOptions]":
+        """Return the prompts that all models take, by their tokenizers and facts, and how answers
+        are generated."""
+        positions = min(facts.positions or sys.maxsize for _, facts in opened)
+        usual = max(1, min(NEW_TOKENS, positions // 2))
+        generation = self.options.generation(usual)
+        most = max(0, positions - generation.max_new_tokens)
+        prompts = self.prompts
+        for tokenizer, _ in opened:
+            prompts = usable_prompts(
+                prompts, tokenizer, self.options.chat, most, self.options.strict
+            )
+        return replace(self, prompts=prompts), generation

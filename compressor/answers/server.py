@@ -1,5 +1,5 @@
-"""A model behind an OpenAI-compatible server (vLLM, SGLang, llama-server): what it is, and how it
-scores prompts.
+"""A model behind an OpenAI-compatible server (vLLM, SGLang, llama-server): what it is, writes and
+scores.
 
 The one place where a server's answers are checked. A request follows no redirect. A key is taken
 from the environment variable OPENAI_API_KEY alone, sent to the server that was named, and kept
@@ -7,6 +7,7 @@ nowhere."""
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -17,14 +18,47 @@ from operator import eq
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveInt, ValidationError, WrapValidator
+from pydantic import (
+    AliasChoices,
+    AliasPath,
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    PositiveInt,
+    ValidationError,
+    WrapValidator,
+)
+from pydantic_core import from_json
 
-from compressor.answers.options import SECONDS, ServerOptions
+from compressor.answers.answering import (
+    POSITIONS,
+    Answer,
+    Ended,
+    Likelihood,
+    Model,
+    ModelFacts,
+    Request,
+    Scoring,
+    TaskWriting,
+    Writing,
+    read_facts,
+    seed_of,
+)
+from compressor.answers.options import SECONDS, GenerationOptions, ServerOptions
+from compressor.answers.prompts import Prompt, is_chat, tokens_of
 from compressor.answers.tasks import EvaluationTask
+from compressor.checkpoint.source import ModelSource
 from compressor.errors import KEY_VARIABLE, CompressionError, reason_of
 from compressor.files import file_digest
 from compressor.formatting import known_names
-from compressor.model.tokenizer import load_tokenizer
+from compressor.model.tokenizer import (
+    THINKING_END,
+    load_tokenizer,
+    thinking_end,
+    with_json_arguments,
+)
+from compressor.progress import SILENT, Progress
 
 MOST_BYTES = 2**25  # of an answer
 TRIES, PAUSE = 4, 0.5  # of a request that may pass later; seconds, doubled each time
@@ -33,11 +67,15 @@ LOCAL = ("localhost", "127.0.0.1", "::1")  # for which no proxy is asked
 REMEDY = "is it an OpenAI-compatible server?"
 AT_ONCE = 8  # requests, where nobody says how many
 MOST_PORT = 2**16 - 1
+# reasons to finish that are the model's own
+ENDED = ("stop", "tool_calls", "function_call")
+MOST_STOPS = 4  # that a chat may name
 ENDPOINTS = ("/chat/completions", "/completions", "/models")
 # which some servers raise, and so hide loops
 PLAIN = {"repeat_penalty": 1.0, "repetition_penalty": 1.0}
 PROBE = "The quick brown fox: 3 + 4 = 7.\nA lazy dog sleeps"
 PROBED = 8  # tokens that are asked for
+ID = re.compile(r"token_id:([0-9]{1,9})")  # of a token, as vLLM writes it
 TOKENIZER = ("tokenizer*.json", "*.model", "special_tokens_map.json", "vocab*", "merges.txt")
 
 # in what form a prompt gets log-probabilities; None: in none
@@ -99,19 +137,50 @@ class Logprobs(Checked):
     top_logprobs: list[dict[str, FiniteFloat] | None]
 
 
-class TextChoice(Checked):
-    text: str
+class TokenLog(Checked):
+    token: str
+    logprob: FiniteFloat
+    id: Lenient[int] = None
+    top_logprobs: "tuple[TokenLog, ...]" = ()
+
+
+class ContentLogs(Checked):
+    """Log-probabilities as chats have them, and all answers of llama-server."""
+
+    content: list[TokenLog]
+
+
+class Choice(Checked):
     finish_reason: str | None = None
-    logprobs: Lenient[Logprobs] = None
+    logprobs: Lenient[ContentLogs | Logprobs] = None
+
+    def logs(self, step: int = 0) -> dict[str | int, float]:
+        """Return the log-probabilities of a written token and its rivals, by the ids or the texts
+        of tokens."""
+        named = dict[str | int, float]()
+        if isinstance(self.logprobs, ContentLogs):
+            for content in self.logprobs.content[step : step + 1]:
+                for entry in content.top_logprobs:
+                    named[entry.token if entry.id is None else entry.id] = entry.logprob
+        elif self.logprobs is not None:
+            for tops in self.logprobs.top_logprobs[step : step + 1]:
+                for name, log in (tops or {}).items():
+                    token = ID.fullmatch(name)
+                    named[int(token[1]) if token else name] = log
+        return named
 
 
-class Usage(Checked):
-    prompt_tokens: Lenient[int] = None
+class TextChoice(Choice):
+    text: str
 
 
-class Completion(Checked):
+class Reply(Checked):
+    # tokens of the prompt, if the server counts them
+    counted: Lenient[int] = Field(None, validation_alias=AliasPath("usage", "prompt_tokens"))
+
+
+class Completion(Reply):
     choices: tuple[TextChoice]
-    usage: Lenient[Usage] = None
 
 
 class MessagePart(Checked):
@@ -119,13 +188,11 @@ class MessagePart(Checked):
     text: str
 
 
-class Function(Checked):
-    name: str
-    arguments: str | dict[str, Any] | None = None
-
-
 class ToolCall(Checked):
-    function: Function
+    name: str = Field(validation_alias=AliasPath("function", "name"))
+    arguments: str | dict[str, Any] | None = Field(
+        None, validation_alias=AliasPath("function", "arguments")
+    )
 
 
 class Message(Checked):
@@ -141,28 +208,23 @@ class Message(Checked):
         return "".join(part.text for part in self.content or ())
 
 
-class ChatChoice(Checked):
+class ChatChoice(Choice):
     message: Message
-    finish_reason: str | None = None
 
 
-class Chat(Checked):
+class Chat(Reply):
     choices: tuple[ChatChoice]
 
 
-class Fault(Checked):
-    message: str
-
-
 class Refusal(Checked):
-    """The body of an error: servers write {"error": {"message": TEXT}}, {"error": TEXT} or
-    {"message": TEXT}."""
+    """The body of an error, of which servers have three forms."""
 
-    error: Lenient[Fault | str] = None
-    message: Lenient[str] = None
+    reason: str = Field(
+        validation_alias=AliasChoices(AliasPath("error", "message"), "error", "message")
+    )
 
 
-Reply = TypeVar("Reply", bound=Checked)
+Kind = TypeVar("Kind", bound=Checked)
 
 
 @cache
@@ -194,7 +256,7 @@ class Server:
             f"({self.address})"
         )
 
-    def ask(self, path: str, kind: type[Reply], payload: Mapping[str, Any] | None = None) -> Reply:
+    def ask(self, path: str, kind: type[Kind], payload: Mapping[str, Any] | None = None) -> Kind:
         """Return the answer to a GET, or to a POST of a payload; raises `CompressionError` for all
         else."""
         url = f"{self.address}{path}"
@@ -202,10 +264,8 @@ class Server:
         status = response.status_code
         if response.is_error:
             reason = response.reason_phrase or "no reason"
-            with suppress(ValidationError):  # no JSON object
-                refusal = Refusal.model_validate_json(content)
-                error = refusal.error.message if isinstance(refusal.error, Fault) else refusal.error
-                reason = refusal.message or error or reason
+            with suppress(ValidationError):
+                reason = Refusal.model_validate_json(content).reason or reason
             remedy = "see its log"
             if status in (401, 403):
                 remedy = f"put its key into the environment variable {KEY_VARIABLE}"
@@ -226,12 +286,12 @@ class Server:
             field = ".".join(map(str, first["loc"])) or "its answer"
             raise CompressionError(f"{url}: {field} is wrong ({first['msg']}); {REMEDY}") from error
 
-    def complete(self, question: Mapping[str, Any]) -> "TextChoice | ChatChoice":
+    def complete(self, question: Mapping[str, Any]) -> "Completion | Chat":
         """Return what is written after a prompt, or as the next message of a chat."""
         question = {"model": self.model, **question}
         if "messages" in question:
-            return self.ask("/chat/completions", Chat, question).choices[0]
-        return self.ask("/completions", Completion, question).choices[0]
+            return self.ask("/chat/completions", Chat, question)
+        return self.ask("/completions", Completion, question)
 
     def _send(self, url: str, payload: Mapping[str, Any] | None) -> tuple[Any, bytes]:
         """Send a request, again after an error that may pass; all tries share the timeout.
@@ -303,11 +363,18 @@ class Server:
                 "address, or the proxy that the environment names"
             ) from error
 
-    def all(self, questions: Iterable[Q], ask: Callable[[Q], T], at_once: int) -> Iterator[T]:
+    def all(
+        self,
+        questions: Iterable[Q],
+        ask: Callable[[Q], T],
+        at_once: int | None = None,
+        progress: Progress = SILENT,
+    ) -> Iterator[T]:
         """Yield the answers in any order, each as soon as it is there; so many are asked at once.
 
         Where one fails, no further one is asked; those under way are waited for and yielded first.
         """
+        at_once = at_once or AT_ONCE
         waiting = iter(questions)
         error: BaseException | None = None
         with ThreadPoolExecutor(at_once) as pool:
@@ -317,6 +384,7 @@ class Server:
                 for future in done:
                     error = error or future.exception()
                     if future.exception() is None:
+                        progress.advance("")
                         yield future.result()
                 if error is None:
                     running |= {
@@ -344,7 +412,7 @@ class Server:
         are noticed."""
         tokenizer = load_tokenizer(folder)
         ids = [int(token) for token in tokenizer(PROBE, add_special_tokens=False)["input_ids"]]
-        settings = {"model": self.model, "max_tokens": PROBED, "temperature": 0, "seed": 0}
+        settings = {"max_tokens": PROBED, "temperature": 0, "seed": 0}
         other = CompressionError(
             f"{self.label} has another vocabulary than {label}: it reads the same text as other "
             "tokens; name the "
@@ -355,7 +423,7 @@ class Server:
         for form, prompt in forms:
             with suppress(RefusedError):  # of token ids, of echo, or of log-probabilities
                 question = {**settings, **PLAIN, "prompt": prompt, "logprobs": 1, "echo": True}
-                logs = self.ask("/completions", Completion, question).choices[0].logprobs
+                logs = self.complete(question).choices[0].logprobs
                 if PromptScores.of(logs, len(ids)) is None:
                     continue  # log-probabilities of what it writes alone, or of none
                 scores = PromptScores.of(logs, len(ids), pieces)
@@ -371,16 +439,17 @@ class Server:
                 return replace(self, scored=form, facts=facts, plain=PLAIN)
         for plain in (PLAIN, {}):
             with suppress(RefusedError):
-                response = self.ask(
-                    "/completions", Completion, {**settings, **plain, "prompt": PROBE}
+                reply = self.ask(
+                    "/completions",
+                    Completion,
+                    {"model": self.model, **settings, **plain, "prompt": PROBE},
                 )
                 break
         else:  # it knows chats alone
             return self
-        counted = response.usage and response.usage.prompt_tokens
-        if counted not in (None, len(ids), len(ids) + 1):  # with a token that opens texts
+        if reply.counted not in (None, len(ids), len(ids) + 1):  # with a token that opens texts
             raise other
-        return replace(self, facts={**self.facts, "answer": response.choices[0].text}, plain=plain)
+        return replace(self, facts={**self.facts, "answer": reply.choices[0].text}, plain=plain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,7 +465,7 @@ class PromptScores:
 
     @classmethod
     def of(
-        cls, logs: Logprobs | None, count: int, pieces: Sequence[str] | None = None
+        cls, logs: Logprobs | ContentLogs | None, count: int, pieces: Sequence[str] | None = None
     ) -> "PromptScores | None":
         """Read the scores of a prompt of so many tokens; None if it has none.
 
@@ -407,7 +476,7 @@ class PromptScores:
         def letters(text: str) -> str:
             return "".join(text.replace("▁", " ").replace("\ufffd", " ").split())
 
-        if logs is None:
+        if not isinstance(logs, Logprobs):
             return None
         tokens = logs.tokens
         values = logs.token_logprobs
@@ -440,6 +509,163 @@ class PromptScores:
             total += value
             greedy = greedy and value >= max(top.values())
         return total, greedy
+
+
+@dataclass(frozen=True, slots=True)
+class ServerModel(Model):
+    """A served model; `source` holds its tokenizer."""
+
+    server: Server  # checked
+    source: ModelSource
+    rows: int | None = None  # requests at once
+
+    opens_texts = False  # a server that does so, does it by itself
+
+    @property
+    def label(self) -> str:
+        return self.server.label
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        return served_facts(self.server, self.source.folder)
+
+    @property
+    def max_length(self) -> int:
+        positions = read_facts(self.source.folder).positions or POSITIONS
+        # tokens before the last one of a request, to which a server always adds another
+        return min(positions, self.server.max_length or positions) - 2
+
+    def opened(self) -> tuple[Any, ModelFacts]:
+        facts = read_facts(self.source.folder)
+        limits = [limit for limit in (facts.positions, self.server.max_length) if limit]
+        facts = replace(facts, positions=min(limits, default=None))
+        return load_tokenizer(self.source.folder), facts
+
+    def complete(
+        self, requests: Sequence[Request], options: Writing, progress: Progress
+    ) -> Iterator[tuple[int, Answer]]:
+        tokenizer = load_tokenizer(self.source.folder)
+        task = options if isinstance(options, TaskWriting) else None
+        how = (
+            f"Evaluating {self.label} on {task.task}"
+            if task
+            else f"Writing answers by {self.label}"
+        )
+        progress.start(how, len(requests))
+
+        def ask(number: int) -> tuple[int, Answer]:
+            prompt, seed = requests[number]
+            if isinstance(options, TaskWriting):
+                question = self._task_question(prompt, options, number, tokenizer)
+            else:
+                question = _question(requests[number], options, tokenizer)
+            (choice,) = self.server.complete({**question, **self.server.plain}).choices
+            reason = choice.finish_reason
+            ended: Ended = "end" if reason in ENDED or (task and reason != "length") else "length"
+            if isinstance(choice, TextChoice):
+                text = choice.text
+            elif isinstance(options, TaskWriting):
+                text = choice.message.text
+            else:
+                text = message_text(choice.message, prompt, tokenizer, options.chat)
+            return number, Answer(prompt.id, seed, (), text, ended)
+
+        return self.server.all(range(len(requests)), ask, self.rows, progress)
+
+    def score(
+        self, requests: Sequence[Scoring], task: str, progress: Progress, rolling: bool = False
+    ) -> Iterator[tuple[int, Likelihood]]:
+        tokenizer = load_tokenizer(self.source.folder)
+        longest = self.max_length
+        progress.start(f"Evaluating {self.label} on {task}", len(requests))
+
+        def ask(number: int) -> tuple[int, Likelihood]:
+            before, after = requests[number]
+            tokens = [*before, *after][-longest - 1 :]
+            pieces = None
+            prompt: Any = tokens
+            if self.server.scored != "tokens":
+                prompt = tokenizer.decode(tokens)
+                pieces = [tokenizer.decode([token]) for token in tokens]
+            question = {"prompt": prompt, "temperature": 0, "seed": 0, "max_tokens": 1}
+            reply = self.server.complete({**question, "logprobs": 1, "echo": True})
+            scores = PromptScores.of(reply.choices[0].logprobs, len(tokens), pieces)
+            begin = max(1, len(tokens) - len(after))
+            likelihood = None if scores is None else scores.likelihood(begin)
+            if likelihood is None:
+                raise CompressionError(
+                    f"task {task!r} takes log-probabilities of the {len(tokens)} tokens of a "
+                    f"prompt, and {self.label} gives others: it hides the token that opens a text, "
+                    "cuts long prompts, or has another tokenizer; name another task, or serve the "
+                    "model by vLLM"
+                )
+            return number, likelihood
+
+        return self.server.all(range(len(requests)), ask, self.rows, progress)
+
+    def _task_question(
+        self, prompt: Prompt, options: TaskWriting, number: int, tokenizer: Any
+    ) -> dict[str, Any]:
+        """Return the question of a task's item by lm-eval's settings, cut on the left; a chat's
+        text is made by the server."""
+        from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+
+        settings: dict[str, Any] = {**normalize_gen_kwargs(dict(options.settings[number]))}
+        del settings["do_sample"]
+        stop = handle_stop_sequences(settings.pop("until", None), tokenizer.eos_token)
+        limit = settings.pop("max_gen_toks")
+        question = {"temperature": 0, "max_tokens": limit, "stop": stop, "seed": options.seed}
+        question |= settings
+        if not prompt.messages:
+            question["prompt"] = prompt.text
+            if self.server.scored == "tokens":
+                tokens = tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
+                question["prompt"] = tokens[-max(1, self.max_length + 1 - limit) :]
+            return question
+        question |= {"messages": prompt.messages, "stop": stop[:MOST_STOPS]}
+        if options.enable_thinking is not None:
+            question["chat_template_kwargs"] = {"enable_thinking": options.enable_thinking}
+        if prompt.messages[-1]["role"] == "assistant":  # it goes on where that ends
+            question |= {"add_generation_prompt": False, "continue_final_message": True}
+        return question
+
+
+def _question(request: Request, options: GenerationOptions, tokenizer: Any) -> dict[str, Any]:
+    """Return the question of a prompt."""
+    prompt, _ = request
+    question: dict[str, Any] = {
+        "max_tokens": options.max_new_tokens,
+        "temperature": options.temperature,
+        "seed": seed_of(request) % 2**31,  # what servers take
+    }
+    if options.top_p is not None:
+        question["top_p"] = options.top_p
+    if not is_chat(prompt, tokenizer, options.chat):
+        return {**question, "prompt": prompt.text}
+    question["messages"] = [with_json_arguments(message) for message in prompt.chat]
+    if prompt.tools:
+        question["tools"] = prompt.tools
+    return question
+
+
+def message_text(message: Message, prompt: Prompt, tokenizer: Any, chat: bool) -> str:
+    """Return a model's whole text from a message in which a server has separated thinking and tool
+    calls."""
+    text = message.text
+    thinking = message.reasoning_content or message.reasoning
+    if thinking is not None:
+        end = thinking_end(tokenizer) or THINKING_END
+        begin = end.replace("/", "", 1)
+        is_open = tokenizer.decode(tokens_of(prompt, tokenizer, chat)).rstrip().endswith(begin)
+        opening = "" if is_open else f"{begin}\n"
+        text = f"{opening}{thinking.strip()}\n{end}\n\n{text.lstrip()}"
+    for call in message.tool_calls or ():
+        arguments = call.arguments
+        with suppress(ValueError):  # else it is shown as it was written
+            arguments = from_json(arguments) if isinstance(arguments, str) else arguments
+        shown = json.dumps({"name": call.name, "arguments": arguments}, ensure_ascii=False)
+        text = f"{text}\n<tool_call>\n{shown}\n</tool_call>".lstrip("\n")
+    return text
 
 
 def open_server(

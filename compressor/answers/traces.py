@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from compressor.answers.generation import Answer, PromptSet, TextGenerator, answer_all, journal_of
-from compressor.answers.prompts import Prompt, is_chat
+from compressor.answers.answering import Answer, Model, answer_all, journal_of
+from compressor.answers.prompts import Prompt, PromptSet, is_chat
 from compressor.errors import CompressionError
 from compressor.files import file_digest, json_object, lock_output, replacing
 from compressor.formatting import counted
@@ -43,7 +43,7 @@ class Traces:
 
 
 def write_traces(
-    writer: TextGenerator, prompts: PromptSet, out: Path, progress: Progress, overwrite: bool
+    model: Model, prompts: PromptSet, out: Path, progress: Progress, overwrite: bool
 ) -> Traces:
     """Write a model's complete answers into `out`; a run that was killed goes on when it is
     repeated.
@@ -62,9 +62,9 @@ def write_traces(
             journals = folder.glob("answers-*-*-*-*.jsonl")
             known = max((path.stem[-len("2000-01-01") :] for path in journals), default=None)
         date = stack.enter_context(dated(known))
-        tokenizer, facts = writer.opened()
+        tokenizer, facts = model.opened()
         prompts, options = prompts.fitted([(tokenizer, facts)])
-        journal = journal_of(writer, options, folder)
+        journal = journal_of(model, options, folder)
         requests = prompts.requests
         named = [(prompt.id, prompt.domain, seed) for prompt, seed in requests]
         request = request_key(journal.path.name, named)
@@ -82,7 +82,7 @@ def write_traces(
             _check_files(out, manifest, overwrite)
         rows = []
         dropped = Counter[str]()
-        answers = answer_all(writer, requests, options, folder, progress)
+        answers = answer_all(model, requests, options, folder, progress)
         for (prompt, _), answer in zip(requests, answers, strict=True):
             if answer.ended != "end":
                 dropped[UNENDED] += 1
@@ -93,14 +93,14 @@ def write_traces(
         if not rows:
             reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
             raise CompressionError(
-                f"none of {counted(len(requests), 'answer')} of {writer.label} is complete "
+                f"none of {counted(len(requests), 'answer')} of {model.label} is complete "
                 f"({reasons}); raise --max-new-tokens from {options.max_new_tokens}, or give "
                 "prompts as the model knows them (--chat)"
             )
         text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
         domains = Counter(row["domain"] for row in rows)
         traces = Traces(
-            model=writer.label,
+            model=model.label,
             asked=len(requests),
             kept=len(rows),
             dropped=dict(dropped),
@@ -111,7 +111,7 @@ def write_traces(
         content = {
             "format": FORMAT,
             **plain_json(traces),
-            "made_by": plain_json(writer.facts),
+            "made_by": plain_json(model.facts),
             "options": options.facts("max_new_tokens", "temperature", "top_p", "chat"),
             "seeds": [*range(prompts.seed, prompts.seed + prompts.options.seeds)],
             "prompts": len(prompts.prompts),

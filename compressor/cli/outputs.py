@@ -114,10 +114,14 @@ def generate(
     """Continue a prompt with an ONNX export, showing the text as it comes."""
     require("onnxruntime")
     refuse_no_file(folder)
-    from compressor.answers.onnx_decoder import prepare
+    from compressor.answers.onnx import OnnxModel
+    from compressor.answers.prompts import Prompt
+    from compressor.checkpoint.source import ModelSource
 
     text = sys.stdin.read().removesuffix("\n").removesuffix("\r") if prompt == "-" else prompt
-    continuation = prepare(folder, text, GenerationOptions(**options), running.device)
+    model = OnnxModel(ModelSource(str(folder), None, folder), running.device)
+    asked = Prompt.of(text, where="the prompt")
+    continuation = model.continuation(asked, GenerationOptions(**options))
     if not running.as_json:
         for piece in continuation:
             # a prompt injected into the model may make it generate control characters

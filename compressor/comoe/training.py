@@ -27,7 +27,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from compressor.answers.asking import pad_token, with_rows
 from compressor.answers.items import item_lines
-from compressor.answers.lm_eval_run import identity as identity_of
+from compressor.answers.models import identity as identity_of
 from compressor.answers.tasks import items_of
 from compressor.checkpoint.source import locate
 from compressor.comoe.cost import Cost, measured

@@ -12,7 +12,7 @@ from statistics import fmean, median
 
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
-from compressor.golden.answers import LEAST, GoldenAnswers, GoldenPrompt
+from compressor.golden.answers import LEAST, GoldenAnswers, GoldenPrompt, Top
 from compressor.golden.compare import Answered, is_even
 from compressor.golden.faults import Fault, FaultMaker
 from compressor.golden.fingerprints import cause_of_weights, fingerprints
@@ -41,38 +41,36 @@ OLD_SERVER = (
 PROMPTS = 4  # on which faults of single layers are tried
 
 
-class _Trial:
-    """Faults planted in a model, and how far the answers of each are from the observed ones; the
-    first is none."""
+def _plant(
+    model: OpenModel,
+    prompts: Sequence[GoldenPrompt],
+    faults: Sequence[Fault],
+    rounding: float,
+    progress: Progress,
+) -> tuple[list[list[Top]], list[list[float]], str | None]:
+    """Plant faults in a model, of which the first is none.
 
-    def __init__(
-        self,
-        model: OpenModel,
-        prompts: Sequence[GoldenPrompt],
-        faults: Sequence[Fault],
-        rounding: float,
-        progress: Progress,
-    ) -> None:
-        variants = [(fault.variant, fault.inputs) for fault in faults]
-        self.answers = ask_model(model, prompts, variants, progress, len(prompts))
-        self.distances = list[list[float]]()
-        observed = [top for prompt in prompts for top in prompt.top]
-        for fault, answers in zip(faults, self.answers, strict=True):
-            distances = list[float]()
-            for answer, seen in zip(answers, observed, strict=True):
-                logs = dict(zip(answer.tokens, answer.logs, strict=True))
-                total = 0.0
-                for token, log in zip(seen.tokens, seen.logs, strict=True):
-                    if token >= 0:  # it is known which one
-                        expected = logs.get(token - fault.outputs, min(log, answer.logs[-1]))
-                        total += (max(expected, LEAST) - max(log, LEAST)) ** 2
-                distances.append(math.sqrt(total / max(len(seen.tokens), 1)))
-            self.distances.append(distances)
-        means = [fmean(distances) for distances in self.distances]
-        best = stable_argmin(means)
-        # rounding alone makes some distance
-        is_near = means[best] <= max(min(rounding, means[0] / 2), EXPLAINED * means[0])
-        self.cause = faults[best].sentence or None if is_near else None
+    Return the answers of each, how far these are from the observed ones, and the sentence of the
+    fault that explains those, if one does."""
+    variants = [(fault.variant, fault.inputs) for fault in faults]
+    answers = ask_model(model, prompts, variants, progress, len(prompts))
+    observed = [top for prompt in prompts for top in prompt.top]
+    distances = list[list[float]]()
+    for fault, given in zip(faults, answers, strict=True):
+        distances.append([])
+        for answer, seen in zip(given, observed, strict=True):
+            logs = dict(zip(answer.tokens, answer.logs, strict=True))
+            total = 0.0
+            for token, log in zip(seen.tokens, seen.logs, strict=True):
+                if token >= 0:  # it is known which one
+                    expected = logs.get(token - fault.outputs, min(log, answer.logs[-1]))
+                    total += (max(expected, LEAST) - max(log, LEAST)) ** 2
+            distances[-1].append(math.sqrt(total / max(len(seen.tokens), 1)))
+    means = list(map(fmean, distances))
+    best = stable_argmin(means)
+    # rounding alone makes some distance
+    is_near = means[best] <= max(min(rounding, means[0] / 2), EXPLAINED * means[0])
+    return answers, distances, faults[best].sentence or None if is_near else None
 
 
 def find_cause(
@@ -111,25 +109,24 @@ def find_cause(
         # of both, prompts alone, and answers alone
         for by, (first, last) in product((1, -1), ((1, 1), (1, 0), (0, 1))):
             faults.append(Fault("the vocabulary is shifted by one", sound, -by * first, by * last))
-        trial = _Trial(model, prompts, faults, rounding, progress)
-        if trial.cause is not None:
-            return trial.cause
-        distances = trial.distances[0]
-        is_local = not is_even(distances, [1.0] * len(distances))
+        _, distances, cause = _plant(model, prompts, faults, rounding, progress)
+        if cause is not None:
+            return cause
+        is_local = not is_even(distances[0], [1.0] * len(distances[0]))
         makers = [FaultMaker(model, [layer], constants) for layer in layers]
         faults = [Fault("", sound), *(maker.scaled(NUDGE) for maker in makers)]
         for maker in makers:
             faults += maker.all()
-        trial = _Trial(model, prompts[:PROMPTS], faults, rounding, progress)
-        if trial.cause is not None:
-            return trial.cause
+        answers, distances, cause = _plant(model, prompts[:PROMPTS], faults, rounding, progress)
+        if cause is not None:
+            return cause
         # The scale that would, to first order, come nearest is known from the nudge: of the
         # triangle of sound, nudged and observed answers, the sides are.
         fitted = [Fault("", sound)]
         for number, maker in enumerate(makers, 1):
-            pairs = zip(trial.answers[0], trial.answers[number], strict=True)
+            pairs = zip(answers[0], answers[number], strict=True)
             effects = [top.distance(nudged) for top, nudged in pairs]
-            sides = zip(effects, trial.distances[0], trial.distances[number], strict=True)
+            sides = zip(effects, distances[0], distances[number], strict=True)
             steps = list[float]()  # the median counts: tokens that change experts are few
             for effect, before, after in sides:
                 if effect >= median(effects) and effect > 0:
@@ -137,7 +134,7 @@ def find_cause(
             if steps:
                 step = median(steps) * (NUDGE - 1)
                 fitted += [maker.scaled(1 + factor * step) for factor in FACTORS]
-        cause = _Trial(model, prompts[:PROMPTS], fitted, rounding, progress).cause
+        _, _, cause = _plant(model, prompts[:PROMPTS], fitted, rounding, progress)
         if cause is not None:
             return cause
     if constants:

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from compressor.answers.onnx_decoder import onnx_decoder
+from compressor.answers.onnx import onnx_decoder
 from compressor.answers.options import ServerOptions
 from compressor.answers.server import open_server
 from compressor.checkpoint.reader import Size

@@ -83,35 +83,33 @@ def _cause_in(
     """Return what has happened to the tensors of a module, whose numbers are [N, C, 3]: the kind,
     and a sentence."""
     lost = (new[..., 0] == 0) & (old[..., 0] > 0)
-    for name, is_lost in zip(names, lost.all(0).tolist(), strict=True):
-        if is_lost:
-            return "missing", f"{name} is zero"
+    if lost.all(0).any():
+        return "missing", f"{names[int(lost.all(0).int().argmax())]} is zero"
     if lost.any():
         return "zero", f"expert {int(lost.any(1).int().argmax())} of {module} is zero"
     is_turned = (new - old)[..., 1:].abs().amax(-1) > TURNED
-    if not is_turned.any():
+    columns = is_turned.any(0)
+    if not columns.any():
         ratios = new[..., 0] / old[..., 0].clamp_min(TINY)
         is_scaled = (old[..., 0] > 0) & ((ratios - 1).abs() > SCALED)
-        if not is_scaled.any():
-            return None
-        row, column = is_scaled.nonzero()[0].tolist()
-        whose = "" if is_scaled[:, column].all() else f" of expert {row}"
-        return "scale", f"{names[column]}{whose} is multiplied by about {ratios[row, column]:.3g}"
-    columns = is_turned.any(0)
-    before = old[:, columns, 1:].flatten(1)
-    after = new[:, columns, 1:].flatten(1)
+        for row, column in is_scaled.nonzero()[:1].tolist():
+            whose = "" if is_scaled[:, column].all() else f" of expert {row}"
+            times = f"{ratios[row, column]:.3g}"
+            return "scale", f"{names[column]}{whose} is multiplied by about {times}"
+        return None
+    before, after = (numbers[:, columns, 1:].flatten(1) for numbers in (old, new))
     count = len(old)
-    sources = torch.cdist(after, before).argmin(1)
     how = None
-    if count > 1 and sources.unique().numel() == count:
-        how = "permuted" if (after - before[sources]).abs().amax() <= TURNED else None
+    apart, sources = torch.cdist(after, before, p=torch.inf).min(1)
+    if len(sources.unique()) == count > 1 and apart.amax() <= TURNED:
+        how = "permuted"
     for step in range(count - 1, 0, -1):
         is_there = (after - before.roll(step, 0)).abs().amax(1) <= TURNED
         if int(is_there.sum()) >= count - 1:  # one row of a vocabulary comes from the rest of it
             how = f"shifted by {step - count if step > count // 2 else step}"
+    if how is not None and any("down_proj" in name for name in names):
+        return how, f"the experts of {module} are {how} against their router"
     if how is not None:
-        if any("down_proj" in name for name in names):
-            return how, f"the experts of {module} are {how} against their router"
         return how, f"the rows of {module} are {how}"
     for gate, name in enumerate(names):
         partner = name.replace("gate_proj", "up_proj")

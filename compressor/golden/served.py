@@ -1,22 +1,13 @@
 """Asks a server of OpenAI's API (vLLM, SGLang, llama-server) for its answers to golden prompts."""
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from pydantic import FiniteFloat, PositiveFloat
+from pydantic import PositiveFloat
 
-from compressor.answers.server import (
-    AT_ONCE,
-    Checked,
-    Lenient,
-    Logprobs,
-    RefusedError,
-    Server,
-    Usage,
-)
+from compressor.answers.server import Checked, RefusedError, Server
 from compressor.errors import CompressionError
 from compressor.golden.answers import KEPT, LEAST, GoldenAnswers, Top
 from compressor.golden.compare import FAR, Answered, widest_band
@@ -27,7 +18,7 @@ FORMS: Sequence[Mapping[str, Any]] = (  # of a request for log-probabilities, th
     {"logprobs": KEPT},
     {"logprobs": 5},  # the most that some servers give
 )
-ID = re.compile(r"token_id:([0-9]{1,9})")  # of a token, as vLLM writes it
+GREEDY = {"max_tokens": 1, "temperature": 0}
 ASKED = 3  # prompts by which vocabulary and template are known
 FEWEST = 3  # tokens of an answer that can be compared
 BROKEN = "\ufffd"
@@ -35,44 +26,6 @@ CHAT = 0.05  # nats by which an answer may differ from the same one asked by ids
 
 
 Pair = tuple[Top, Top] | None  # a golden answer, and the one that came
-
-
-class TokenLog(Checked):
-    token: str
-    logprob: FiniteFloat
-    id: Lenient[int] = None
-    top_logprobs: "tuple[TokenLog, ...]" = ()
-
-
-class ContentLogs(Checked):
-    """Log-probabilities as chats have them, and all answers of llama-server."""
-
-    content: list[TokenLog]
-
-
-class Choice(Checked):
-    logprobs: Lenient[ContentLogs | Logprobs] = None
-    finish_reason: Lenient[str] = None
-
-
-class Answer(Checked):
-    choices: tuple[Choice]
-    usage: Lenient[Usage] = None
-
-    def logs(self, step: int = 0) -> dict[str | int, float]:
-        """Return the log-probabilities of a step, by the ids or the texts of tokens."""
-        logs = self.choices[0].logprobs
-        named = dict[str | int, float]()
-        if isinstance(logs, ContentLogs):
-            for content in logs.content[step : step + 1]:
-                for entry in content.top_logprobs:
-                    named[entry.token if entry.id is None else entry.id] = entry.logprob
-        elif isinstance(logs, Logprobs):
-            for tops in logs.top_logprobs[step : step + 1]:
-                for name, log in (tops or {}).items():
-                    token = ID.fullmatch(name)
-                    named[int(token[1]) if token else name] = log
-        return named
 
 
 class Weights(Checked):
@@ -139,12 +92,12 @@ def ask_server(golden: GoldenAnswers, server: Server) -> Answered:
         begin = position + 1
         steps = prompt.continued if begin == len(prompt.given) else 0
         question = {**form, "prompt": list(prompt.ids[:begin]), "max_tokens": 1 + steps}
-        answer = _ask(server, question)
+        (choice,) = server.complete({**GREEDY, **question}).choices
         pairs = dict[int, Pair]()
         for step in range(1 + steps):
-            logs = answer.logs(step)
+            logs = choice.logs(step)
             if not logs:
-                has_ended = step > 0 and answer.choices[0].finish_reason == "stop"
+                has_ended = step > 0 and choice.finish_reason == "stop"
                 return pairs, not has_ended
             pair = vocabulary.read(logs, golden.top[number + step])
             pairs[number + step] = pair
@@ -155,7 +108,7 @@ def ask_server(golden: GoldenAnswers, server: Server) -> Answered:
     questions = [number for number in range(len(golden.top)) if number not in golden.decoded]
     answers = dict[int, Pair]()
     unanswered = 0
-    for pairs, is_missing in server.all(questions, ask, AT_ONCE):
+    for pairs, is_missing in server.all(questions, ask):
         answers |= pairs
         unanswered += is_missing
     if not any(answers.values()):
@@ -179,20 +132,13 @@ def ask_server(golden: GoldenAnswers, server: Server) -> Answered:
     )
 
 
-def _ask(server: Server, question: Mapping[str, Any], path: str = "/completions") -> Answer:
-    """Ask for one greedy token, unless the question says otherwise."""
-    settings = {"model": server.model, "max_tokens": 1, "temperature": 0, **question}
-    return server.ask(path, Answer, settings)
-
-
 def _find_form(golden: GoldenAnswers, server: Server) -> Mapping[str, Any]:
     """Return the settings by which the server gives the most log-probabilities.
 
     Refuses one that makes another number of tokens of a text; one more may open it."""
     texts = [prompt for prompt in golden.prompts if prompt.text is not None]
     for prompt in texts[:ASKED]:
-        usage = _ask(server, {"prompt": prompt.text}).usage
-        counted = None if usage is None else usage.prompt_tokens
+        counted = server.complete({**GREEDY, "prompt": prompt.text}).counted
         if counted is not None and counted - prompt.text_tokens not in (0, 1):
             raise CompressionError(
                 f"{server.label} is a server of another model: it makes {counted} tokens of a "
@@ -202,7 +148,7 @@ def _find_form(golden: GoldenAnswers, server: Server) -> Mapping[str, Any]:
     refusal = ""
     for form in FORMS:
         try:
-            _ask(server, {**form, "prompt": list(golden.prompts[0].ids)})
+            server.complete({**GREEDY, **form, "prompt": list(golden.prompts[0].ids)})
             return form
         except RefusedError as error:
             refusal = str(error).partition(";")[0]
@@ -233,14 +179,13 @@ def _other_template(
         messages = [{"role": "user", "content": prompt.text}]
         question = {"messages": messages, "logprobs": True, "top_logprobs": KEPT}
         try:
-            answer = _ask(server, question, "/chat/completions")
+            reply = server.complete({**GREEDY, **question})
         except RefusedError:  # it takes no chats
             continue
         last = golden.places.index((number, len(prompt.given) - 1))
         direct = asked[last]
-        pair = vocabulary.read(answer.logs(), golden.top[last])
-        counted = None if answer.usage is None else answer.usage.prompt_tokens
-        differs = counted is not None and counted != prompt.rendered_tokens
+        pair = vocabulary.read(reply.choices[0].logs(), golden.top[last])
+        differs = reply.counted not in (None, prompt.rendered_tokens)
         if pair is not None and direct is not None:
             limit = max(FAR * direct[0].distance(direct[1]), CHAT)
             differs = differs or pair[0].distance(pair[1]) > limit

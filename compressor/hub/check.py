@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compressor.answers.lm_eval_run import identity
+from compressor.answers.models import identity
 from compressor.checkpoint.reader import (
     INDEX_NAME,
     SINGLE_NAME,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from compressor.answers.lm_eval_run import PACKAGES
+from compressor.answers.stock import PACKAGES
 from compressor.checkpoint.source import find_model
 from compressor.distributed import held, ranks
 from compressor.errors import CompressionError

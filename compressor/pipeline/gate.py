@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from compressor.answers.generation import StockGenerator
 from compressor.answers.lm_eval_run import plan_evaluation
 from compressor.answers.scores import REPORT
+from compressor.answers.stock import StockModel
 from compressor.answers.tasks import EvaluationTask
 from compressor.checkpoint.source import ModelSource
 from compressor.data.sources import domain_of
@@ -113,7 +113,7 @@ def prepare_gate(source: ModelSource, request: GateRequest) -> PreparedGate:
     if request.baseline is None:
         plan_evaluation(source, tasks, request.evaluation, request.cache)
     if request.options.reads:
-        read_all(StockGenerator(source, request.device, request.dtype), request.options)
+        read_all(StockModel(source, request.device, request.dtype), request.options)
     with dated(request.date):  # an output has its base's tokenizer
         asked = asked_forms(source, source, tasks, request)
     return PreparedGate(source, request, tasks, replace(power, asked=asked))

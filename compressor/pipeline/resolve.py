@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from compressor.answers.decoding import read_facts
+from compressor.answers.answering import read_facts
 from compressor.data.batches import HELDOUT as EVALUATED
 from compressor.data.batches import (
     Calibration,

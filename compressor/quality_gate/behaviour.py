@@ -14,16 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from compressor.answers.generation import (
-    Answer,
-    PromptSet,
-    StockGenerator,
-    TextGenerator,
-    answer_all,
-)
-from compressor.answers.lm_eval_run import fits_whole
+from compressor.answers.answering import Answer, Model, answer_all
 from compressor.answers.options import GenerationOptions
-from compressor.answers.prompts import Prompt, tokens_of
+from compressor.answers.prompts import Prompt, PromptSet, tokens_of
+from compressor.answers.stock import StockModel, fits_whole
 from compressor.errors import CompressionError
 from compressor.formatting import counted
 from compressor.model.opened import open_model
@@ -211,8 +205,8 @@ def compare_answers(
 
 
 def evaluate_behaviour(
-    base: TextGenerator,
-    smaller: TextGenerator,
+    base: Model,
+    smaller: Model,
     options: BehaviourOptions,
     prompts: PromptSet | None,
     confidence: float,
@@ -300,11 +294,11 @@ def evaluate_behaviour(
 
 
 def stock_pair(
-    base: TextGenerator, smaller: TextGenerator, options: BehaviourOptions
-) -> tuple[StockGenerator, StockGenerator] | None:
+    base: Model, smaller: Model, options: BehaviourOptions
+) -> tuple[StockModel, StockModel] | None:
     """Return both models if both are checkpoints; refuse a server if text or answers are to be
     read."""
-    if isinstance(base, StockGenerator) and isinstance(smaller, StockGenerator):
+    if isinstance(base, StockModel) and isinstance(smaller, StockModel):
         return base, smaller
     if options.reads:
         raise CompressionError(

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from compressor.answers.generation import Answer
+from compressor.answers.answering import Answer
 from compressor.answers.prompts import Prompt
 from compressor.quality_gate.options import LENGTH
 from compressor.quality_gate.statistics import PairedItems, measure

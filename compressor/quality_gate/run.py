@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from compressor.answers.forms import SERVED, same_forms, samples, task_forms
-from compressor.answers.generation import PromptSet, writer_of
-from compressor.answers.lm_eval_run import TaskEvaluation, identity, plan_evaluation
+from compressor.answers.lm_eval_run import TaskEvaluation, plan_evaluation
+from compressor.answers.models import identity, model_of
+from compressor.answers.prompts import PromptSet
 from compressor.answers.scores import ItemScores
 from compressor.answers.server import Server
 from compressor.answers.tasks import (
@@ -262,8 +263,8 @@ def run_gate(
     items."""
     options = gate.options
     rows = options.batch_size if isinstance(options.batch_size, int) else None
-    base_writer = writer_of(base, base_server, rows, gate.device, gate.dtype)
-    writer = writer_of(compressed, server, rows, gate.device, gate.dtype)
+    base_writer = model_of(base, base_server, rows, gate.device, gate.dtype)
+    writer = model_of(compressed, server, rows, gate.device, gate.dtype)
     stock = stock_pair(base_writer, writer, options)
     if options.reads and stock is not None:
         read_all(stock[0], options)  # what cannot be is refused before tasks are answered for hours

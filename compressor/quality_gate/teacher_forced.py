@@ -15,8 +15,8 @@ import torch
 from scipy.special import stdtrit
 from torch.nn.utils.rnn import pad_sequence
 
-from compressor.answers.generation import StockGenerator
 from compressor.answers.prompts import Prompt, is_chat, tokens_of
+from compressor.answers.stock import StockModel
 from compressor.data.batches import BATCH_SIZE, EvaluationSet
 from compressor.data.chats import CHAT_COLUMNS, note_columns, read_row, untaken
 from compressor.data.documents import read_tokens
@@ -262,7 +262,7 @@ def measure_divergence(
 
 
 def read_all(
-    base: StockGenerator, options: BehaviourOptions
+    base: StockModel, options: BehaviourOptions
 ) -> tuple[OpenModel, tuple[EvaluationSet, ...], tuple[TeacherForcedAnswer, ...]]:
     """Open the base, and tokenise texts and given answers; no weight is read.
 

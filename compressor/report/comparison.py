@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from compressor.answers.lm_eval_run import identity, plan_evaluation
+from compressor.answers.lm_eval_run import plan_evaluation
+from compressor.answers.models import identity
 from compressor.answers.options import TaskOptions
 from compressor.answers.scores import ItemScores
 from compressor.answers.tasks import EvaluationOptions, EvaluationTask, resolve_tasks

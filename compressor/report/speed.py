@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from compressor.answers.decoding import free, load_writing
-from compressor.answers.lm_eval_run import HEADROOM, weight_bytes
+from compressor.answers.stock import HEADROOM, free, load_writing, weight_bytes
 from compressor.checkpoint.source import ModelSource
 from compressor.devices import pick_device
 from compressor.errors import CompressionError

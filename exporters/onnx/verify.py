@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compressor.answers.onnx_decoder import OnnxDecoder, open_session
+from compressor.answers.onnx import OnnxDecoder, open_session
 from compressor.errors import CompressionError, reason_of
 from compressor.progress import Progress
 from exporters.onnx.reference import CONTINUED, PROMPT, Case, Reference

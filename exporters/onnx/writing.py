@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from compressor.answers.lm_eval_run import fits_whole
+from compressor.answers.stock import fits_whole
 from compressor.checkpoint.reader import MODELOPT
 from compressor.checkpoint.source import locate
 from compressor.document.blocks import Block, Facts, Heading, Text

@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import _http
 
 from compressor import compress
-from compressor.answers.lm_eval_run import identity
+from compressor.answers.models import identity
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
 from compressor.hub.push import PushSummary, push

@@ -11,10 +11,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from compressor.answers.decoding import choose, load_writing, probabilities, read_facts
-from compressor.answers.onnx_decoder import UNFINISHED, stream_text
+from compressor.answers.answering import read_facts
+from compressor.answers.decoding import choose, probabilities
+from compressor.answers.onnx import UNFINISHED, stream_text
 from compressor.answers.options import GenerationOptions
 from compressor.answers.prompts import Prompt, tokens_of
+from compressor.answers.stock import load_writing
 from compressor.errors import CompressionError
 from tests.support import small, zoo
 

@@ -1,16 +1,18 @@
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from compressor.answers.answering import Answer, Model, Request, answer_all, journal_of, seed_of
 from compressor.answers.decoding import choose
-from compressor.answers.generation import Answer, GenerationRequest, StockGenerator, answer_all, journal_of, seed_of
 from compressor.answers.options import GenerationOptions
 from compressor.answers.prompts import Prompt, read_prompts, tokens_of, usable_prompts
+from compressor.answers.stock import StockModel
 from compressor.checkpoint.source import ModelSource, locate
 from compressor.errors import CompressionError
 from compressor.model.tokenizer import load_tokenizer
@@ -40,10 +42,10 @@ def chatting(mixtral: Path) -> Any:
 
 def written(folder: Path, texts: Sequence[str], rows: int, **options: Any) -> dict[str, Answer]:
     prompts = [Prompt.of(text) for text in texts]
-    writer = StockGenerator(locate(str(folder)), "cpu", rows=rows)
-    made = writer.write([(prompt, 0) for prompt in prompts], GenerationOptions(max_new_tokens=NEW, **options), Silent())
-    by_id = {answer.prompt: answer for answer in made}
-    return {text: by_id[prompt.id] for text, prompt in zip(texts, prompts, strict=True)}
+    writer = StockModel(locate(str(folder)), "cpu", rows=rows)
+    asked = [(prompt, 0) for prompt in prompts]
+    made = dict(writer.complete(asked, GenerationOptions(max_new_tokens=NEW, **options), Silent()))
+    return {text: made[number] for number, text in enumerate(texts)}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
@@ -148,28 +150,26 @@ def test_an_end_token_that_the_model_lacks(tmp_path: Path) -> None:
     folder = small.save(tmp_path / "model")
     for name in ("config.json", "generation_config.json"):
         small.edit_json(folder / name, lambda content: content.update(eos_token_id=None))
-    writer = StockGenerator(locate(str(folder)))
+    writer = StockModel(locate(str(folder)))
     assert writer.opened()[1].stops == {2}  # the tokenizer's
     small.edit_json(folder / "tokenizer_config.json", lambda content: content.pop("eos_token"))
     with pytest.raises(CompressionError, match="has no end token"):
         writer.opened()
 
 
-class Scripted:
-    label, facts = "scripted", {"model": 1}
+class Scripted(Model):
+    facts = MappingProxyType({"model": 1})  # type: ignore[assignment]
 
     def __init__(self, folder: Path, stop_after: int | None = None) -> None:
-        self.asked, self.stop_after = list[GenerationRequest](), stop_after
+        self.asked, self.stop_after = list[Request](), stop_after
         self.source = ModelSource(str(folder), None, folder)  # of the tokenizer
 
-    def write(
-        self, asked: Sequence[GenerationRequest], options: GenerationOptions, progress: Progress
-    ) -> Iterator[Answer]:
-        for number, (prompt, seed) in enumerate(asked):
+    def complete(self, requests: Sequence[Request], options: Any, progress: Progress) -> Iterator[tuple[int, Answer]]:
+        for number, (prompt, seed) in enumerate(requests):
             if number == self.stop_after:
                 raise CompressionError("it timed out")
             self.asked.append((prompt, seed))
-            yield Answer(prompt.id, seed, (1, 2), f"{prompt.text} {seed}", "end")
+            yield number, Answer(prompt.id, seed, (1, 2), f"{prompt.text} {seed}", "end")
 
 
 def test_nothing_is_asked_twice(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from compressor.answers.lm_eval_run import identity, item_scores, plan_evaluation
+from compressor.answers.lm_eval_run import item_scores, plan_evaluation
+from compressor.answers.models import identity
 from compressor.answers.scores import AnsweredItem, ItemScores
 from compressor.answers.tasks import EvaluationOptions, EvaluationTask, quiet_lm_eval, resolve_tasks
 from compressor.checkpoint.source import locate

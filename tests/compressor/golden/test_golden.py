@@ -23,7 +23,7 @@ from tests.support.command_line import Run, refused
 from tests.support.model_server import compute_as_vllm, serving
 
 pytestmark = pytest.mark.usefixtures("offline", "golden")
-FAMILIES = ("qwen3_moe", zoo.full("mixtral"), zoo.full("deepseek_v3"), zoo.full("gpt_oss"))
+FAMILIES = (zoo.full("qwen3_moe"), zoo.full("mixtral"), zoo.full("deepseek_v3"), "gpt_oss")
 GOLDEN = "golden_answers.json"
 
 

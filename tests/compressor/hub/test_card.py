@@ -15,7 +15,7 @@ from markdown_it import MarkdownIt
 from transformers import AutoModelForCausalLM
 
 from compressor import api
-from compressor.answers.lm_eval_run import identity
+from compressor.answers.models import identity
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
 from compressor.hub.card import Card, card_text

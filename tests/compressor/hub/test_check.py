@@ -11,7 +11,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from compressor.answers.lm_eval_run import identity
+from compressor.answers.models import identity
 from compressor.checkpoint.reader import INDEX_NAME
 from compressor.checkpoint.source import ModelSource
 from compressor.hub.push import push

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from huggingface_hub import EvalResultEntry, ModelCard, parse_eval_result_entries
 
-from compressor.answers.lm_eval_run import identity
+from compressor.answers.models import identity
 from compressor.answers.tasks import EvaluationTask
 from compressor.checkpoint.source import ModelSource
 from compressor.data.sources import read_blend

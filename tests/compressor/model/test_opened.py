@@ -13,8 +13,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import modeling_utils
 
-from compressor.answers.decoding import load_writing
-from compressor.answers.lm_eval_models import WatchedModel
+from compressor.answers.hf_model import HfModel
+from compressor.answers.stock import load_writing
 from compressor.checkpoint.source import locate
 from compressor.devices import pick_device
 from compressor.errors import CompressionError
@@ -167,7 +167,7 @@ def test_a_config_names_no_kernels(family: str, tmp_path: Path, monkeypatch: pyt
     loaders: list[Callable[[Path], Any]] = [lambda folder: open_model(locate(str(folder))).partial.model]
     if family == "mixtral":
         loaders.append(lambda folder: load_writing(folder, "cpu", "auto"))
-        loaders.append(lambda folder: WatchedModel.AUTO_MODEL_CLASS.from_pretrained(str(folder)))
+        loaders.append(lambda folder: HfModel.AUTO_MODEL_CLASS.from_pretrained(str(folder)))
     for load in loaders:
         configs = [getattr(module, "config", None) for module in load(tmp_path / "model").modules()]
         found = [config for config in configs if config is not None]

@@ -17,7 +17,7 @@ from transformers import (
 from transformers.utils.quantization_config import Mxfp4Config
 
 import compressor
-from compressor.answers.decoding import load_writing
+from compressor.answers.stock import load_writing
 from compressor.checkpoint.quantized import dequantizer, refuse_unread_scales
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError

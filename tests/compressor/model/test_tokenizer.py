@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 import compressor
-from compressor.answers.lm_eval_models import lm_eval_model
+from compressor.answers.lm_eval_adapter import lm_eval_model
 from compressor.answers.prompts import Prompt, tokens_of
 from compressor.answers.tasks import EvaluationOptions
 from compressor.checkpoint.source import locate

@@ -9,7 +9,7 @@ from lm_eval.tasks import TaskManager
 
 import compressor
 from compressor.answers.items import Item, item_lines
-from compressor.answers.lm_eval_models import lm_eval_model
+from compressor.answers.lm_eval_adapter import lm_eval_model
 from compressor.answers.tasks import EvaluationOptions, resolve_tasks, task_items
 from compressor.checkpoint.source import locate
 from compressor.pathways.answering import open_answering
@@ -51,7 +51,7 @@ def asked() -> list[Instance]:
 def test_without_a_move_answers_are_those_of_lm_evals_own_model(place: Path) -> None:
     options = EvaluationOptions(tasks=("sums",), device="cpu", batch_size=1)
     with lm_eval_model(locate(str(place / "model")), options) as stock:
-        stock.watch("model", "sums", Silent())
+        stock.watch("sums", Silent())
         expected = stock.loglikelihood(asked())
     model = routed(place, 0.0)
     found = model.loglikelihood(asked())

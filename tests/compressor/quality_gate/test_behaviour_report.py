@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from compressor.answers.generation import Answer
+from compressor.answers.answering import Answer
 from compressor.answers.prompts import Prompt
 from compressor.document.blocks import Marked, plain_words
 from compressor.quality_gate.behaviour import AnswerPair, Behaviour, Written

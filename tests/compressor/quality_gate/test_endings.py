@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressor.answers.generation import Answer
+from compressor.answers.answering import Answer
 from compressor.answers.prompts import Prompt
 from compressor.quality_gate.endings import (
     ALL,

@@ -10,9 +10,12 @@ onnxruntime = pytest.importorskip("onnxruntime")
 
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
-from compressor.answers.onnx_decoder import Continuation, OnnxDecoder, onnx_decoder, prepare, providers  # noqa: E402
+from compressor.answers.onnx import Continuation, OnnxDecoder, OnnxModel, onnx_decoder, providers  # noqa: E402
 from compressor.answers.options import GenerationOptions  # noqa: E402
+from compressor.answers.prompts import Prompt  # noqa: E402
+from compressor.checkpoint.source import locate  # noqa: E402
 from compressor.errors import CompressionError  # noqa: E402
+from compressor.progress import Silent  # noqa: E402
 from tests.support import small  # noqa: E402
 
 VOCABULARY, HIDDEN, POSITIONS, NEW = small.VOCABULARY, 6, 64, 10
@@ -141,10 +144,13 @@ def test_a_folder_is_continued_and_its_end_token_obeyed(tmp_path: Path) -> None:
     free = reference(prompt)
     stop = next(token for token in free if token != free[0])
     folder = export(tmp_path / "out", graph(cached=True), eos_token_id=[stop])
-    running = prepare(folder, "né 1", GenerationOptions(max_new_tokens=NEW))
+    model = OnnxModel(locate(str(folder)))
+    running = model.continuation(Prompt.of("né 1"), GenerationOptions(max_new_tokens=NEW))
     text = "".join(running)
     assert running.tokens == reference(prompt, frozenset({stop})) and running.stopped == "end"
     assert text == tokenizer.decode(running.tokens[:-1], skip_special_tokens=True)
+    ((_, answer),) = model.complete([(Prompt.of("né 1"), 3)], GenerationOptions(max_new_tokens=NEW), Silent())
+    assert (answer.text, answer.tokens, answer.ended, answer.seed) == (text, tuple(running.tokens), "end", 3)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +175,7 @@ def test_graphs_that_are_no_decoders_are_refused(old: str, new: str, message: st
 def test_files_that_cannot_be_read_or_run(tmp_path: Path) -> None:
     folder = export(tmp_path / "out", graph(cached=False))
     with pytest.raises(CompressionError, match="cannot be run"):  # the graph has 64 positions
-        list(prepare(folder, "x" * 65, GenerationOptions(max_new_tokens=1)))
+        list(OnnxModel(locate(str(folder))).continuation(Prompt.of("x" * 65), GenerationOptions(max_new_tokens=1)))
     (folder / "model.onnx").write_bytes(b"no graph")
     with pytest.raises(CompressionError, match=r"ONNX Runtime cannot read .*model\.onnx: "):
         onnx_decoder(folder, "auto")

@@ -1,24 +1,35 @@
-"""Continues a prompt with an ONNX export, token by token.
+"""An ONNX export in ONNX Runtime, which continues a prompt token by token.
 
 Names, shapes and dtypes are the graph's own, so that any layout of a cache works. V words of the
 vocabulary."""
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from compressor.answers.decoding import choose, read_facts
+from compressor.answers.answering import (
+    Answer,
+    Ended,
+    Model,
+    Request,
+    Writing,
+    answer_of,
+    seed_of,
+)
+from compressor.answers.decoding import choose
 from compressor.answers.options import GenerationOptions
 from compressor.answers.prompts import Prompt, tokens_of
+from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError, reason_of, wrap_faults
 from compressor.files import GRAPH
-from compressor.model.tokenizer import load_tokenizer
+from compressor.progress import Progress
+from compressor.run_record import stamp, versions
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +198,7 @@ class Continuation:
     stops: frozenset[int]
     prompt: tuple[int, ...]  # [S]
     tokens: list[int] = field(default_factory=list)  # chosen so far, an end token included
-    stopped: Literal["end", "length"] = "length"  # an end token came, or enough tokens
+    stopped: Ended = "length"  # an end token came, or enough tokens
     first_seconds: float | None = None  # from the start to the first token
     seconds: float = 0.0  # from the start to the last token
 
@@ -220,29 +231,54 @@ class Continuation:
         return (len(self.tokens) - 1) / (self.seconds - self.first_seconds)
 
 
-def prepare(
-    folder: Path, prompt: str, options: GenerationOptions, device: str = "auto"
-) -> Continuation:
-    """Read the prompt and open the graph; every fault is a `CompressionError`."""
-    if not (folder / GRAPH).is_file():
-        raise CompressionError(
-            f"{folder} has no {GRAPH}; name the folder of an ONNX export, or run a safetensors "
-            "checkpoint by transformers"
+@dataclass(frozen=True, slots=True)
+class OnnxModel(Model):
+    """An ONNX export; every fault is a `CompressionError`."""
+
+    source: ModelSource
+    device: str = "auto"
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        packages = versions(("onnxruntime",))
+        return {"files": stamp(self.source.folder), "device": self.device, "packages": packages}
+
+    def complete(
+        self, requests: Sequence[Request], options: Writing, progress: Progress
+    ) -> Iterator[tuple[int, Answer]]:
+        assert isinstance(options, GenerationOptions)
+        tokenizer, facts = self.opened()
+        progress.start(f"Writing answers by {self.label}", len(requests))
+        for number, request in enumerate(requests):
+            seeded = options.model_copy(update={"seed": seed_of(request)})
+            running = self.continuation(request[0], seeded)
+            for _ in running:
+                pass
+            tokens = running.prompt, running.tokens
+            yield number, answer_of(request, *tokens, facts.stops, tokenizer, options.chat)
+            progress.advance("")
+
+    def continuation(self, prompt: Prompt, options: GenerationOptions) -> Continuation:
+        """Read a prompt and open the graph."""
+        folder = self.source.folder
+        if not (folder / GRAPH).is_file():
+            raise CompressionError(
+                f"{folder} has no {GRAPH}; name the folder of an ONNX export, or run a safetensors "
+                "checkpoint by transformers"
+            )
+        tokenizer, facts = self.opened()
+        ids = tokens_of(prompt, tokenizer, options.chat)
+        in_a_sentence = wrap_faults(
+            f"{folder} cannot be run", "pass a shorter prompt", "see whether ONNX Runtime can"
         )
-    tokenizer = load_tokenizer(folder)
-    facts = read_facts(folder, tokenizer)
-    ids = tokens_of(Prompt.of(prompt, where="the prompt"), tokenizer, options.chat)
-    in_a_sentence = wrap_faults(
-        f"{folder} cannot be run", "pass a shorter prompt", "see whether ONNX Runtime can"
-    )
-    decoder = in_a_sentence(onnx_decoder(folder, device))
-    most = options.max_new_tokens
-    if facts.positions is not None and len(ids) + most > facts.positions:
-        logger.warning(
-            "a prompt of %d tokens and up to %d new ones go beyond the %d positions that the model "
-            "was made for; what comes after them may be nonsense",
-            len(ids),
-            most,
-            facts.positions,
-        )
-    return Continuation(decoder, tokenizer, options, facts.stops, ids)
+        decoder = in_a_sentence(onnx_decoder(folder, self.device))
+        most = options.max_new_tokens
+        if facts.positions is not None and len(ids) + most > facts.positions:
+            logger.warning(
+                "a prompt of %d tokens and up to %d new ones go beyond the %d positions that the "
+                "model was made for; what comes after them may be nonsense",
+                len(ids),
+                most,
+                facts.positions,
+            )
+        return Continuation(decoder, tokenizer, options, facts.stops, ids)

@@ -8,10 +8,10 @@ from lm_eval.api.instance import Instance
 from safetensors.torch import load_file
 
 from compressor import memory
-from compressor.answers import lm_eval_models as streamed
-from compressor.answers import lm_eval_run as evaluating
-from compressor.answers.lm_eval_models import lm_eval_model
-from compressor.answers.lm_eval_run import TaskEvaluation, plan_evaluation, streams, weight_bytes
+from compressor.answers import streamed
+from compressor.answers.lm_eval_adapter import lm_eval_model
+from compressor.answers.lm_eval_run import TaskEvaluation, plan_evaluation, streams
+from compressor.answers.stock import HEADROOM, weight_bytes
 from compressor.answers.tasks import EvaluationOptions, resolve_tasks
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
@@ -37,7 +37,7 @@ def requests(kind: str, arguments: list[tuple[str, ...]]) -> list[Instance]:
 
 
 def answered(model: Any) -> tuple[list[tuple[float, bool]], list[float]]:
-    model.watch("model", "sums", Silent())
+    model.watch("sums", Silent())
     choices = model.loglikelihood(requests("loglikelihood", CHOICES + ODD))
     return choices, model.loglikelihood_rolling(requests("loglikelihood_rolling", [(text,) for text in TEXTS]))
 
@@ -52,7 +52,7 @@ def test_answers_are_those_of_the_model_in_memory(family: str, tmp_path: Path, m
         streaming = lm_eval_model(source, options(**settings), streamed=True)
         with paths_of("tempfile.mkstemp") as spilled, streaming as model:
             found = answered(model)
-            assert all(value.device.type == "meta" for value in model.opened.partial.model.parameters())
+            assert all(value.device.type == "meta" for value in model.model.model.partial.model.parameters())
         assert [answer[0] for answer in found[0]] == pytest.approx([answer[0] for answer in choices], abs=1e-4)
         assert [answer[1] for answer in found[0]] == [answer[1] for answer in choices]
         assert found[1] == pytest.approx(texts, rel=1e-5)
@@ -64,10 +64,10 @@ def test_answers_are_those_of_the_model_in_memory(family: str, tmp_path: Path, m
 def test_the_head_is_shown_what_counts_alone(tmp_path: Path) -> None:
     with lm_eval_model(locate(str(small.save(tmp_path / "model"))), options(), streamed=True) as model:
         ran, head = list[tuple[int, ...]](), list[tuple[int, ...]]()
-        stock = model.opened.partial.model
+        stock = model.model.model.partial.model
         stock.get_input_embeddings().register_forward_hook(lambda module, args, out: ran.append(tuple(args[0].shape)))
         stock.get_output_embeddings().register_forward_hook(lambda module, args, out: head.append(tuple(out.shape)))
-        model.watch("model", "sums", Silent())
+        model.watch("sums", Silent())
         model.loglikelihood(requests("loglikelihood", CHOICES + ODD))
         of_text = partial(model.tok_encode, add_special_tokens=False)
         pairs = [model._encode_pair(*each) for each in CHOICES + ODD[1:]]
@@ -103,7 +103,7 @@ def test_what_does_not_fit_is_streamed(tmp_path: Path, monkeypatch: pytest.Monke
     tensors = load_file(source.folder / "model.safetensors")
     assert weights == sum(value.numel() for value in tensors.values()) * 4
     assert weight_bytes(source, "bfloat16") == weights // 2
-    needed = weights + evaluating.HEADROOM
+    needed = weights + HEADROOM
     for left, expected in ((None, False), (1.26 * needed, False), (1.24 * needed, True), (0, True)):
         leave_memory(monkeypatch, tmp_path, left)
         assert streams(source, wanted) is expected
