@@ -398,20 +398,19 @@ def gate(
     options: GateOptions,
     *,
     servers: ServerOptions | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
     revision: str | None = None,
     compressed_revision: str | None = None,
-    cache: Path | None = None,
     progress: Progress | None = None,
     announce: Callable[[PowerAnalysis], None] | None = None,
+    **computing: Any,
 ) -> GateResult:
     """Test on the same items whether a compressed model is as good as its base, within a margin.
 
-    A model that does not fit into memory is streamed, as the options may also ask. Results of
-    earlier runs are kept in the folder `cache`. A model that `servers` name is asked there; of its
-    folder the tokenizer is read, by default the base's. `announce` gets what the gate can show,
-    before any model is loaded. With a baseline among the options there is no base.
+    `computing` is `device`, `dtype` and `cache`, the folder with results of earlier runs. A model
+    that does not fit into memory is streamed, as the options may also ask. One that `servers` name
+    is asked there; of its folder the tokenizer is read, by default the base's. `announce` gets what
+    the gate can show, before any model is loaded. With a baseline among the options there is no
+    base.
 
     Raises `CompressionError` before any model is loaded for a gate that not even an identical model
     passes."""
@@ -424,7 +423,7 @@ def gate(
         raise CompressionError("name the base or its --baseline, and the smaller model")
     if options.baseline is not None and serving.base_server is not None:
         raise CompressionError("--baseline takes the base's place; leave out --base-server")
-    request = GateRequest.read(options, device, dtype, cache)
+    request = GateRequest.read(options, **computing)
     tasks, power = read_tasks(request)
     passable(power)
     if base is not None:
@@ -459,19 +458,19 @@ def save_baseline(
     options: GateOptions,
     *,
     servers: ServerOptions | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
     revision: str | None = None,
-    cache: Path | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
+    **computing: Any,
 ) -> Baseline:
     """Write a base's answers to the options' tasks into the file `out`, with which `gate` needs no
-    base."""
+    base.
+
+    `computing` is that of `gate`."""
     if not options.tasks:
         raise CompressionError("a baseline has answers to tasks; name --tasks")
     ranks().broadcast(lambda: check_path(out, overwrite))
-    request = GateRequest.read(options, device, dtype, cache)
+    request = GateRequest.read(options, **computing)
     tasks, _ = read_tasks(request)
     base_server, _ = servers_of(servers or ServerOptions())
     source, server = _source(base, revision, base_server, progress)
