@@ -37,9 +37,7 @@ from compressor.quality_gate.options import BehaviourOptions, GateOptions
 from compressor.quality_gate.run import (
     GateRequest,
     PowerAnalysis,
-    asked_forms,
     passable,
-    read_tasks,
     run_gate,
 )
 from compressor.quality_gate.verdict import GateResult
@@ -424,8 +422,7 @@ def gate(
     if options.baseline is not None and serving.base_server is not None:
         raise CompressionError("--baseline takes the base's place; leave out --base-server")
     request = GateRequest.read(options, **computing)
-    tasks, power = read_tasks(request)
-    passable(power)
+    passable(request.power)
     if base is not None:
         named = _two_sources((base, revision), (compressed, compressed_revision), serving, progress)
     elif compressed is not None:
@@ -434,20 +431,16 @@ def gate(
     (base_source, base_server), (compressed_source, server) = named
     for served in (base_server, server):
         if served is not None:
-            refuse_tasks(served, tasks)
+            refuse_tasks(served, request.tasks)
     with dated(request.date):
-        asked = asked_forms(base_source, compressed_source, tasks, request, server, base_server)
-        if announce is not None:
-            announce(replace(power, asked=asked))
         return run_gate(
             base_source,
             compressed_source,
-            tasks,
             request,
-            asked,
             progress or Silent(),
             server=server,
             base_server=base_server,
+            announce=announce,
         )
 
 
@@ -471,12 +464,11 @@ def save_baseline(
         raise CompressionError("a baseline has answers to tasks; name --tasks")
     ranks().broadcast(lambda: check_path(out, overwrite))
     request = GateRequest.read(options, **computing)
-    tasks, _ = read_tasks(request)
     base_server, _ = servers_of(servers or ServerOptions())
     source, server = _source(base, revision, base_server, progress)
     if server is not None:
-        refuse_tasks(server, tasks)
-    evaluation = plan_evaluation(source, tasks, request.evaluation, request.cache, server)
+        refuse_tasks(server, request.tasks)
+    evaluation = plan_evaluation(source, request.tasks, request.evaluation, request.cache, server)
     scores = evaluation.run(progress or Silent())
     baseline = Baseline(
         base=source.label if server is None else server.label,
@@ -485,7 +477,7 @@ def save_baseline(
         facts=request.evaluation.facts(),
         versions=versions((*PACKAGES, "lm-eval")),
         tasks=tuple(scores.values()),
-        asked=task_forms(source, server, tasks, request.evaluation),
+        asked=task_forms(source, server, request.tasks, request.evaluation),
     )
     if ranks().is_first:
         baseline.write(out)

@@ -73,8 +73,8 @@ Reports = Annotated[Path | None, flag("New folder for gate.json, gate.xml (JUnit
 CacheFolder = Annotated[
     Path | None, flag("Folder of results to reuse (default: the user's cache folder).")
 ]
-JUDGING = ("max_drop", "max_task_drop", "confidence", "inconclusive")
-# a base alone
+JUDGING = options_of(GateOptions, only=("max_drop", "max_task_drop", "confidence", "inconclusive"))
+# of a base alone
 BASE_SERVER = [option for option in SERVER_OPTIONS if option[0].startswith(("base_", "timeout"))]
 USUAL_TASKS = f"default: {','.join(DEFAULT_TASKS)}"
 
@@ -146,9 +146,8 @@ def gate(
         if demo:
             options = {"max_drop": DEMO_MAX_DROP, **options}
         gate_options = _gate_options(options, tasks, DEMO_TASKS if demo else DEFAULT_TASKS)
-        computing = {"device": running.device, "dtype": running.dtype, "cache": cache_dir}
         if dry_run:
-            _show_power(gate_options, computing, running.as_json)
+            _show_power(gate_options, running.as_json)
             return
         # what can be refused before torch is loaded
         gate_options.check()
@@ -170,13 +169,11 @@ def gate(
                 reporting(output, NAMES, running.overwrite, running.as_json)
             )
             if base is None and compressed is None:
-                models = _demo_models(gate_options, computing, progress)
-                base, compressed = stack.enter_context(models)
+                base, compressed = stack.enter_context(_demo_models(gate_options, progress))
             shared = {
-                **computing,
+                **running.reading(progress),
                 "servers": ServerOptions(**servers),
-                "revision": running.revision,
-                "progress": progress,
+                "cache": cache_dir,
             }
             if save_baseline is not None and base is not None:
                 written.append(save_baseline)
@@ -198,7 +195,7 @@ def gate(
 
 
 def gate_results(
-    options: Annotated[Options, options_of(GateOptions, only=JUDGING)],
+    options: Annotated[Options, JUDGING],
     running: Writing,
     base: Annotated[Path, typer.Argument(help="A file or folder of results of the base.")],
     compressed: Annotated[Path, typer.Argument(help="Those of the compressed model.")],
@@ -261,29 +258,26 @@ def _gate_options(options: Options, tasks: str | None, usual: Sequence[str]) -> 
     return gate_options
 
 
-def _show_power(options: GateOptions, computing: Options, as_json: bool) -> None:
+def _show_power(options: GateOptions, as_json: bool) -> None:
     """Print what a gate can show; raise `CompressionError` if no model could pass it."""
     from compressor.quality_gate.report import power_blocks
-    from compressor.quality_gate.run import GateRequest, passable, read_tasks
+    from compressor.quality_gate.run import GateRequest, passable
 
-    _, power = read_tasks(GateRequest.read(options, **computing))
+    power = GateRequest.read(options).power
     print_report(as_json, power, power_blocks(power))
     passable(power)
 
 
 @contextmanager
-def _demo_models(
-    options: GateOptions, computing: Options, progress: Progress
-) -> Iterator[tuple[str, str]]:
+def _demo_models(options: GateOptions, progress: Progress) -> Iterator[tuple[str, str]]:
     """Yield the demo's checkpoint and a smaller one made of it, if a gate of these options can be
     passed."""
     from compressor.cli.demonstration import SAMPLES, TEXT
     from compressor.data.demo import demo_checkpoint
-    from compressor.quality_gate.run import GateRequest, passable, read_tasks
+    from compressor.quality_gate.run import GateRequest, passable
 
     refuse_several("the demo's compression", "name two models")
-    _, power = read_tasks(GateRequest.read(options, **computing))
-    passable(power)
+    passable(GateRequest.read(options).power)
     with demo_checkpoint() as base, tempfile.TemporaryDirectory() as scratch:
         compressed = f"{scratch}/demo-{DEMO_EXPERTS}-experts"
         choice: Options = {"strategy": "hc-smoe", "correct": "tune", **TEXT}

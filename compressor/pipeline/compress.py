@@ -212,6 +212,8 @@ def carry_out(
     options = recipe.gate
     if options is None:
         return run(recipe, delivery)
+    if options.search:
+        check_search(recipe)
     request = request_of(recipe, delivery.device)
     reports = delivery.out.with_name(f"{delivery.out.name}.gate")
     ranks().broadcast(lambda: check_folder(reports, NAMES, overwrite=True))
@@ -220,7 +222,6 @@ def carry_out(
     counts = []
     facts = []
     if options.search:
-        check_search(recipe)
         model = open_model(source, recipe.dtype, delivery.device)
         counts = possible_counts(model, recipe)
         facts = search_facts(model, recipe)

@@ -12,8 +12,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-
 from compressor.answers.generation import (
     Answer,
     PromptSet,
@@ -44,11 +42,10 @@ from compressor.quality_gate.options import LENGTH, BehaviourOptions, GateOption
 from compressor.quality_gate.statistics import (
     POWER,
     advise,
-    holm,
+    corrected,
     measure,
     measure_change,
     shown_by,
-    verdict,
 )
 from compressor.quality_gate.teacher_forced import (
     AnswerDivergence,
@@ -168,45 +165,40 @@ def compare_answers(
         tuple(pairs),
     )
     alpha = 1 - confidence
-    tasks = []
+    tests = []
     for name, (_, limit) in limits.items():
         if name == LENGTH:
             lengths = pair_lengths(base_endings, smaller_endings)
-            tasks.append(measure_change(lengths, limit, alpha))
+            tests.append(measure_change(lengths, limit, alpha))
         else:
             marks = pair_endings(name, base_endings, smaller_endings)
-            tasks.append(measure(marks, limit, alpha, True))
-    failing = holm(np.array([task.p_fail for task in tasks]))
+            tests.append(measure(marks, limit, alpha, True))
     conditions = []
-    for task, p_fail in zip(tasks, failing.tolist(), strict=True):
-        judged = verdict(task.p_pass, p_fail, alpha)
-        name = f"rise of {task.task}"
+    for test in corrected(tests, alpha, "p_fail"):
+        name = f"rise of {test.task}"
         scale = 1.0
-        undecided = task
-        if task.task == LENGTH:
+        undecided = test
+        if test.task == LENGTH:
             name = "relative change of length"
             scale = fmean(max(ending.tokens, 1) for ending in base_endings)
-            undecided = replace(task, max_drop=math.copysign(task.max_drop, task.drop))
-        advice = (
-            f"{advise(undecided, confidence, UNIT, 'rise')}; name more --prompts, or sample "
-            "more --seeds"
-        )
-        conditions.append(
-            GateCondition(
-                name=name,
-                option=limits[task.task][0],
-                limit=task.max_drop,
-                observed=task.drop,
-                lower=task.lower,
-                upper=task.upper,
-                items=task.items,
-                unit=UNIT,
-                verdict=judged,
-                base=scale * task.compressed,
-                compressed=scale * task.base,
-                advice=advice if judged == "inconclusive" else "",
+            undecided = replace(test, max_drop=math.copysign(test.max_drop, test.drop))
+        advice = ""
+        if test.verdict == "inconclusive":
+            advice = (
+                f"{advise(undecided, confidence, UNIT, 'rise')}; name more --prompts, or sample "
+                "more --seeds"
             )
+        condition = GateCondition.of(
+            test,
+            name=name,
+            option=limits[test.task][0],
+            unit=UNIT,
+            # the smaller model comes first, so that a drop is a rise
+            base=scale * test.compressed,
+            compressed=scale * test.base,
+            advice=advice,
         )
+        conditions.append(condition)
     return written, tuple(conditions)
 
 

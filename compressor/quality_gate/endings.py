@@ -193,7 +193,7 @@ def pair_endings(
     rise."""
     before = np.array([MEASURES[name](ending) for ending in base], dtype=float)
     after = np.array([MEASURES[name](ending) for ending in smaller], dtype=float)
-    return PairedItems(name, domain, "", "score", after, before, np.ones(len(base)))
+    return PairedItems(after, before, np.ones(len(base)), task=name)
 
 
 def pair_lengths(base: Sequence[Ending], smaller: Sequence[Ending]) -> PairedItems:
@@ -205,7 +205,7 @@ def pair_lengths(base: Sequence[Ending], smaller: Sequence[Ending]) -> PairedIte
     before = np.array([max(ending.tokens, 1) for ending in base], dtype=float)
     after = np.array([max(ending.tokens, 1) for ending in smaller], dtype=float)
     mean = before.mean()
-    return PairedItems(LENGTH, ALL, "", "score", after / mean, before / mean, weights=before / mean)
+    return PairedItems(after / mean, before / mean, before / mean, task=LENGTH)
 
 
 def rates(

@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 NAMES = (REPORT, "gate.xml", "gate.md")
 SUITE = "moe-compress gate"
 CLASS = "moe-compress.gate"  # of JUnit's test cases
+# JUnit's counts by verdict, or error
+COUNTS = {"fail": "failures", "error": "errors", "inconclusive": "skipped"}
 METHOD = (
     "Both models answered the same items, and the differences were tested item by item (Miller, "
     "arXiv:2411.00640): flips of right and wrong answers exactly, other scores and likelihoods by "
@@ -340,7 +342,7 @@ def _junit(
     """Return JUnit XML of cases: name, verdict or error, its message, and the output."""
     verdicts = [verdict for _, verdict, *_ in cases]
     counts = {"tests": str(len(cases))}
-    for count, verdict in (("failures", "fail"), ("errors", "error"), ("skipped", "inconclusive")):
+    for verdict, count in COUNTS.items():
         counts[count] = str(verdicts.count(verdict))
     root = Xml.Element("testsuites", {"name": SUITE, **counts, **time})
     suite = Xml.SubElement(root, "testsuite", {"name": name, **counts, **time})
@@ -353,7 +355,7 @@ def _junit(
         if verdict == "inconclusive":
             Xml.SubElement(case, "skipped", message=f"inconclusive: {message}")
         elif verdict != "pass":
-            tag = "error" if verdict == "error" else "failure"
+            tag = COUNTS[verdict].removesuffix("s")
             Xml.SubElement(case, tag, message=message, type=verdict).text = message
         if text:
             Xml.SubElement(case, "system-out").text = text
