@@ -151,7 +151,7 @@ def compare_answers(
             if markers.thinking:
                 before = str(tokenizer.decode(tokens_of(prompt, tokenizer, options.chat)))
             endings[-1].append(ending_of(answer, prompt, markers, tokenizer, before))
-    base_endings, smaller_endings = endings
+    ending_pairs = list(zip(*endings, strict=True))
     pairs = []
     for (prompt, seed), *both in zip(prompts.requests, base, smaller, *endings, strict=True):
         pairs.append(AnswerPair(prompt, seed, *both))
@@ -161,18 +161,16 @@ def compare_answers(
         len(prompts.prompts),
         prompts.options.seeds,
         {**asked, **date_facts(templates_of(tokenizers[0]))},
-        rates(domains, base_endings, smaller_endings, confidence),
+        rates(domains, ending_pairs, confidence),
         tuple(pairs),
     )
     alpha = 1 - confidence
     tests = []
     for name, (_, limit) in limits.items():
         if name == LENGTH:
-            lengths = pair_lengths(base_endings, smaller_endings)
-            tests.append(measure_change(lengths, limit, alpha))
+            tests.append(measure_change(pair_lengths(ending_pairs), limit, alpha))
         else:
-            marks = pair_endings(name, base_endings, smaller_endings)
-            tests.append(measure(marks, limit, alpha, True))
+            tests.append(measure(pair_endings(name, ending_pairs), limit, alpha, True))
     conditions = []
     for test in corrected(tests, alpha, "p_fail"):
         name = f"rise of {test.task}"
@@ -180,7 +178,7 @@ def compare_answers(
         undecided = test
         if test.task == LENGTH:
             name = "relative change of length"
-            scale = fmean(max(ending.tokens, 1) for ending in base_endings)
+            scale = fmean(max(ending.tokens, 1) for ending in endings[0])
             undecided = replace(test, max_drop=math.copysign(test.max_drop, test.drop))
         advice = ""
         if test.verdict == "inconclusive":

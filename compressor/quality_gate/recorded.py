@@ -113,20 +113,22 @@ class InspectSample:
 
 
 def gate_results(
-    base: Path,
-    compressed: Path,
-    options: GateOptions,
+    base: str | Path,
+    compressed: str | Path,
+    options: GateOptions | None = None,
     tasks: Sequence[str] = (),
     metric: str | None = None,
 ) -> GateResult:
-    """Judge two models by results in files or folders: all, or those on some tasks.
+    """Judge two models by recorded results in files or folders: all, or those on some `tasks`.
 
-    `metric` names another than the first, or a scorer.
+    `options` say which drops pass, with which confidence; their own tasks are not read. `metric`
+    names another than the first, or a scorer. No model is loaded.
 
     Raises `CompressionError` for files of no known form, and where items, prompts or settings are
     not the same."""
-    before = Results.read(base, tasks, metric)
-    after = Results.read(compressed, tasks, metric)
+    options = options or GateOptions(tasks=tuple(tasks) or ("all",))
+    before = Results.read(Path(base), tasks, metric)
+    after = Results.read(Path(compressed), tasks, metric)
     for name, value in before.settings.items():
         other = after.settings.get(name, value)
         if other != value:

@@ -4,7 +4,7 @@ A result belongs to a folder of weights if the files that it lists are those of 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -91,19 +91,23 @@ def margin(row: TaskGate) -> str:
     return f"{row.max_drop:g}"
 
 
-COLUMNS: Mapping[str, Callable[[TaskGate], str]] = {
-    "task": lambda task: task.task,
-    "metric": lambda task: task.metric,
-    "items": lambda task: f"{task.items:,}",
-    "base": lambda task: level(task.base),
-    "compressed": lambda task: level(task.compressed),
-    "allowed": margin,
-    "drop": lambda task: change(task.drop, task.kind),
-    "at least": lambda task: change(task.lower, task.kind),
-    "at most": lambda task: change(task.upper, task.kind),
-    "detectable": lambda task: change(task.detectable, task.kind),
-    "lost / gained": lambda task: f"{task.lost:,} / {task.gained:,}",
-}
+def cells(row: TaskGate) -> dict[str, str]:
+    """Return the figures of a row by column, as they are shown."""
+    return {
+        "task": row.task,
+        "metric": row.metric,
+        "items": f"{row.items:,}",
+        "base": level(row.base),
+        "compressed": level(row.compressed),
+        "allowed": margin(row),
+        "drop": change(row.drop, row.kind),
+        "at least": change(row.lower, row.kind),
+        "at most": change(row.upper, row.kind),
+        "detectable": change(row.detectable, row.kind),
+        "lost / gained": f"{row.lost:,} / {row.gained:,}",
+    }
+
+
 TEXTS = {"task", "metric", "verdict"}
 # columns, the least important first
 OPTIONAL = ("metric", "detectable", "lost / gained", "at least", "items")
@@ -223,16 +227,14 @@ def gate_blocks(result: GateResult) -> list[Block]:
         blocks.append(Items(sentences))
     rows = list[tuple[Words, ...]]()
     for row in result.rows:
-        figures = [show(row) for show in COLUMNS.values()]
-        rows.append((*figures, Toned(row.verdict, *SIGNS[row.verdict])))
-    if rows or not result.conditions:
+        rows.append((*cells(row).values(), Toned(row.verdict, *SIGNS[row.verdict])))
+    if rows:
         caption = (
             f"{result.compressed} compared with {result.base}, bounds one-sided, each with "
             f"confidence {100 * result.confidence:g}%"
         )
-        blocks.append(
-            Table(caption, (*COLUMNS, "verdict"), rows, TEXTS, OPTIONAL, {len(result.tasks) - 1})
-        )
+        columns = (*cells(result.rows[0]), "verdict")
+        blocks.append(Table(caption, columns, rows, TEXTS, OPTIONAL, {len(result.tasks) - 1}))
     for row in result.rows:
         if row.decides:
             sentence = "equivalent" if row.equivalent else "not shown to be equivalent"
@@ -304,7 +306,7 @@ def junit(result: GateResult) -> bytes:
     skipped."""
     cases = []
     for task in result.rows:
-        shown = {name: show(task) for name, show in COLUMNS.items()}
+        shown = cells(task)
         message = (
             f"{task.metric} dropped by {shown['drop']} (at least {shown['at least']}, at most "
             f"{shown['at most']}); {shown['allowed']} is allowed"

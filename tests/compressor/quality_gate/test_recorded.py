@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from scipy.stats import beta
 
+import compressor
 from compressor.answers.forms import TaskForm
 from compressor.answers.scores import AnsweredItem, ItemScores
 from compressor.answers.tasks import quiet_lm_eval
@@ -101,7 +102,7 @@ def test_logs_of_inspect_are_read_packed_and_as_json(run: Run, tmp_path: Path) -
     smaller = inspect_log(tmp_path / "b.json", {*range(3, 25), 28})
     (row,) = judged(base, smaller).tasks
     assert (row.task, row.metric, row.items, row.lost, row.gained) == ("gsm8k", "match", 30, 3, 1)
-    other = gate_results(base, smaller, GateOptions(tasks=("all",)), metric="other")
+    other = compressor.gate_results(str(base), smaller, metric="other")
     assert other.tasks[0].base == 0.25 and other.tasks[0].equivalent is False
     refused(
         run("gate", "results", base, inspect_log(tmp_path / "c.json", {1}, task_version=3)), "version of gsm8k is 2"
@@ -314,8 +315,7 @@ def test_words_and_parts_of_scores_are_read(tmp_path: Path) -> None:
     words = enumerate(["yes", "No", "C"])
     entries = [{"id": number, "scores": {"m": {"value": {"x": word}}}} for number, word in words]
     (tmp_path / "a.json").write_text(json.dumps({"samples": entries}))
-    options = GateOptions(tasks=("all",))
-    (row,) = gate_results(tmp_path / "a.json", tmp_path / "a.json", options, metric="m.x").tasks
+    (row,) = gate_results(tmp_path / "a.json", tmp_path / "a.json", metric="m.x").tasks
     assert row.base == pytest.approx(2 / 3) and row.metric == "m.x"
 
 
