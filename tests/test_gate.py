@@ -169,16 +169,16 @@ def test_a_baseline_and_the_files_of_lm_evals_own_command_give_the_same_verdict_
     assert names(tmp_path) == ["copy", "noisy"]
     refused(run("gate", "baseline", copy, tmp_path / "base.txt"), "should end in .json or .json.gz")
     succeeded(run("gate", "baseline", copy, saved, *ask[:-4]))
-    # as the command was written first
-    again = run("gate", copy, noisy, *ask, "--save-baseline", tmp_path / "again.json", "--json")
-    assert json.loads(again.out)["written"] == [str(tmp_path / "again.json")]
-    succeeded(run("gate", copy, *ask[:-4], "--save-baseline", tmp_path / "alone.json"))
-    for name in ("again.json", "alone.json"):
-        assert Baseline.read(tmp_path / name) == Baseline.read(saved)
     for model, name in ((copy, "of-base"), (noisy, "of-noisy")):
         lm_eval_command(model, tmp_path / name, monkeypatch)
     shutil.rmtree(copy)
-    own = json.loads(run("gate", base, noisy, *ask, "--json").out)
+    # as the command was written first, with and without a smaller model
+    beside = tmp_path / "beside.json"
+    own = json.loads(run("gate", base, noisy, *ask, "--save-baseline", beside, "--json").out)
+    assert own["written"] == [str(beside)]
+    succeeded(run("gate", base, *ask[:-4], "--save-baseline", tmp_path / "alone.json"))
+    assert Baseline.read(tmp_path / "alone.json") == Baseline.read(beside)
+    assert Baseline.read(beside).tasks == Baseline.read(saved).tasks
     kept = json.loads(run("gate", "--baseline", saved, noisy, *ask[4:], "--json").out)
     recorded = json.loads(run("gate", "results", tmp_path / "of-base", tmp_path / "of-noisy", *ask[6:], "--json").out)
     assert own["pooled"]["lost"] > 0 and own["pooled"]["items"] == 45

@@ -91,21 +91,36 @@ def margin(row: TaskGate) -> str:
     return f"{row.max_drop:g}"
 
 
-def cells(row: TaskGate) -> dict[str, str]:
-    """Return the figures of a row by column, as they are shown."""
-    return {
-        "task": row.task,
-        "metric": row.metric,
-        "items": f"{row.items:,}",
-        "base": level(row.base),
-        "compressed": level(row.compressed),
-        "allowed": margin(row),
-        "drop": change(row.drop, row.kind),
-        "at least": change(row.lower, row.kind),
-        "at most": change(row.upper, row.kind),
-        "detectable": change(row.detectable, row.kind),
-        "lost / gained": f"{row.lost:,} / {row.gained:,}",
-    }
+COLUMNS = (
+    "task",
+    "metric",
+    "items",
+    "base",
+    "compressed",
+    "allowed",
+    "drop",
+    "at least",
+    "at most",
+    "detectable",
+    "lost / gained",
+)
+
+
+def cells(row: TaskGate) -> tuple[str, ...]:
+    """Return the figures of a row as they are shown, one for each of `COLUMNS`."""
+    return (
+        row.task,
+        row.metric,
+        f"{row.items:,}",
+        level(row.base),
+        level(row.compressed),
+        margin(row),
+        change(row.drop, row.kind),
+        change(row.lower, row.kind),
+        change(row.upper, row.kind),
+        change(row.detectable, row.kind),
+        f"{row.lost:,} / {row.gained:,}",
+    )
 
 
 TEXTS = {"task", "metric", "verdict"}
@@ -227,13 +242,13 @@ def gate_blocks(result: GateResult) -> list[Block]:
         blocks.append(Items(sentences))
     rows = list[tuple[Words, ...]]()
     for row in result.rows:
-        rows.append((*cells(row).values(), Toned(row.verdict, *SIGNS[row.verdict])))
-    if rows:
+        rows.append((*cells(row), Toned(row.verdict, *SIGNS[row.verdict])))
+    if rows or not result.conditions:
         caption = (
             f"{result.compressed} compared with {result.base}, bounds one-sided, each with "
             f"confidence {100 * result.confidence:g}%"
         )
-        columns = (*cells(result.rows[0]), "verdict")
+        columns = (*COLUMNS, "verdict")
         blocks.append(Table(caption, columns, rows, TEXTS, OPTIONAL, {len(result.tasks) - 1}))
     for row in result.rows:
         if row.decides:
@@ -306,7 +321,7 @@ def junit(result: GateResult) -> bytes:
     skipped."""
     cases = []
     for task in result.rows:
-        shown = cells(task)
+        shown = dict(zip(COLUMNS, cells(task), strict=True))
         message = (
             f"{task.metric} dropped by {shown['drop']} (at least {shown['at least']}, at most "
             f"{shown['at most']}); {shown['allowed']} is allowed"
