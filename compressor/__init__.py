@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from compressor.pipeline.dry_run import DryRun, dry_run
     from compressor.pipeline.outcome import GateFailedError, Outcome
     from compressor.quality_gate.options import BehaviourOptions, GateOptions
+    from compressor.quality_gate.recorded import gate_results
     from compressor.recipe.recipe import Recipe
     from compressor.recipe.step import StepOptions, TextOptions
     from compressor.recipe.steps_plan import Plan
@@ -54,6 +55,7 @@ _HOMES = {
     "pipeline.dry_run": "DryRun dry_run",
     "pipeline.outcome": "GateFailedError Outcome",
     "quality_gate.options": "BehaviourOptions GateOptions",
+    "quality_gate.recorded": "gate_results",
     "recipe.recipe": "Recipe",
     "recipe.step": "StepOptions TextOptions",
     "recipe.steps_plan": "Plan",

@@ -38,9 +38,7 @@ from compressor.quality_gate.options import BehaviourOptions, GateOptions
 from compressor.quality_gate.run import (
     GateRequest,
     PowerAnalysis,
-    asked_forms,
     passable,
-    read_tasks,
     run_gate,
 )
 from compressor.quality_gate.verdict import GateResult
@@ -401,20 +399,19 @@ def gate(
     options: GateOptions,
     *,
     servers: ServerOptions | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
     revision: str | None = None,
     compressed_revision: str | None = None,
-    cache: Path | None = None,
     progress: Progress | None = None,
     announce: Callable[[PowerAnalysis], None] | None = None,
+    **computing: Any,
 ) -> GateResult:
     """Test on the same items whether a compressed model is as good as its base, within a margin.
 
-    A model that does not fit into memory is streamed, as the options may also ask. Results of
-    earlier runs are kept in the folder `cache`. A model that `servers` name is asked there; of its
-    folder the tokenizer is read, by default the base's. `announce` gets what the gate can show,
-    before any model is loaded. With a baseline among the options there is no base.
+    `computing` is `device`, `dtype` and `cache`, the folder with results of earlier runs. A model
+    that does not fit into memory is streamed, as the options may also ask. One that `servers` name
+    is asked there; of its folder the tokenizer is read, by default the base's. `announce` gets what
+    the gate can show, before any model is loaded. With a baseline among the options there is no
+    base.
 
     Raises `CompressionError` before any model is loaded for a gate that not even an identical model
     passes."""
@@ -427,9 +424,8 @@ def gate(
         raise CompressionError("name the base or its --baseline, and the smaller model")
     if options.baseline is not None and serving.base_server is not None:
         raise CompressionError("--baseline takes the base's place; leave out --base-server")
-    request = GateRequest.read(options, device, dtype, cache)
-    tasks, power = read_tasks(request)
-    passable(power)
+    request = GateRequest.read(options, **computing)
+    passable(request.power)
     if base is not None:
         named = _two_sources((base, revision), (compressed, compressed_revision), serving, progress)
     elif compressed is not None:
@@ -438,20 +434,16 @@ def gate(
     (base_source, base_server), (compressed_source, server) = named
     for served in (base_server, server):
         if served is not None:
-            refuse_tasks(served, tasks)
+            refuse_tasks(served, request.tasks)
     with dated(request.date):
-        asked = asked_forms(base_source, compressed_source, tasks, request, server, base_server)
-        if announce is not None:
-            announce(replace(power, asked=asked))
         return run_gate(
             base_source,
             compressed_source,
-            tasks,
             request,
-            asked,
             progress or Silent(),
             server=server,
             base_server=base_server,
+            announce=announce,
         )
 
 
@@ -462,25 +454,24 @@ def save_baseline(
     options: GateOptions,
     *,
     servers: ServerOptions | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
     revision: str | None = None,
-    cache: Path | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
+    **computing: Any,
 ) -> Baseline:
     """Write a base's answers to the options' tasks into the file `out`, with which `gate` needs no
-    base."""
+    base.
+
+    `computing` is that of `gate`."""
     if not options.tasks:
         raise CompressionError("a baseline has answers to tasks; name --tasks")
     ranks().broadcast(lambda: check_path(out, overwrite))
-    request = GateRequest.read(options, device, dtype, cache)
-    tasks, _ = read_tasks(request)
+    request = GateRequest.read(options, **computing)
     base_server, _ = servers_of(servers or ServerOptions())
     source, server = _source(base, revision, base_server, progress)
     if server is not None:
-        refuse_tasks(server, tasks)
-    evaluation = plan_evaluation(source, tasks, request.evaluation, request.cache, server)
+        refuse_tasks(server, request.tasks)
+    evaluation = plan_evaluation(source, request.tasks, request.evaluation, request.cache, server)
     scores = evaluation.run(progress or Silent())
     baseline = Baseline(
         base=source.label if server is None else server.label,
@@ -489,7 +480,7 @@ def save_baseline(
         facts=request.evaluation.facts(),
         versions=versions((*PACKAGES, "lm-eval")),
         tasks=tuple(scores.values()),
-        asked=task_forms(source, server, tasks, request.evaluation),
+        asked=task_forms(source, server, request.tasks, request.evaluation),
     )
     if ranks().is_first:
         baseline.write(out)

@@ -169,7 +169,7 @@ CASES = (
     Case("traces", ("traces", "MODEL", "-o", f"{OUT}.jsonl", *ASKED), demo=True, parts=True),
     Case("evaluate", ("evaluate", "MODEL", "small", "-o", OUT, *ASKED), (SMALL,), demo=True),
     Case("gate", ("gate", "MODEL", "small", "-o", OUT, *GATED), (SMALL,), demo=True),
-    Case("baseline", ("gate", "MODEL", "--save-baseline", BASELINE, *GATED[:4]), demo=True),
+    Case("baseline", ("gate", "baseline", "MODEL", BASELINE, *GATED[:4]), demo=True),
     Case("check --write", ("check", "--write", "MODEL", "--output", f"{OUT}.json")),
     Case(
         "gguf",

@@ -19,6 +19,7 @@ from compressor.entry_points import EXPORTERS
 from compressor.model.loaded import given
 from compressor.pipeline.compress import next_count
 from compressor.pipeline.outcome import Attempt
+from compressor.quality_gate.baseline import Baseline
 from compressor.quality_gate.report import read_gate
 from compressor.recipe.recipe import recipe_yaml
 from compressor.run_record import cache_folder
@@ -167,14 +168,20 @@ def test_a_baseline_and_the_files_of_lm_evals_own_command_give_the_same_verdict_
     copy = Path(shutil.copytree(base, tmp_path / "copy"))
     saved = tmp_path / "base.json.gz"
     assert names(tmp_path) == ["copy", "noisy"]
-    refused(run("gate", copy, "--save-baseline", tmp_path / "base.txt"), "should end in .json or .json.gz")
-    succeeded(run("gate", copy, *ask[:-2], "--save-baseline", saved))
+    refused(run("gate", "baseline", copy, tmp_path / "base.txt"), "should end in .json or .json.gz")
+    succeeded(run("gate", "baseline", copy, saved, *ask[:-4]))
     for model, name in ((copy, "of-base"), (noisy, "of-noisy")):
         lm_eval_command(model, tmp_path / name, monkeypatch)
     shutil.rmtree(copy)
-    own = json.loads(run("gate", base, noisy, *ask, "--json").out)
+    # as the command was written first, with and without a smaller model
+    beside = tmp_path / "beside.json"
+    own = json.loads(run("gate", base, noisy, *ask, "--save-baseline", beside, "--json").out)
+    assert own["written"] == [str(beside)]
+    succeeded(run("gate", base, *ask[:-4], "--save-baseline", tmp_path / "alone.json"))
+    assert Baseline.read(tmp_path / "alone.json") == Baseline.read(beside)
+    assert Baseline.read(beside).tasks == Baseline.read(saved).tasks
     kept = json.loads(run("gate", "--baseline", saved, noisy, *ask[4:], "--json").out)
-    recorded = json.loads(run("gate", "--results", tmp_path / "of-base", tmp_path / "of-noisy", *ask[6:], "--json").out)
+    recorded = json.loads(run("gate", "results", tmp_path / "of-base", tmp_path / "of-noisy", *ask[6:], "--json").out)
     assert own["pooled"]["lost"] > 0 and own["pooled"]["items"] == 45
     for other in (kept, recorded):
         assert (other["verdict"], other["pooled"]) == (own["verdict"], own["pooled"])

@@ -1,4 +1,5 @@
-"""`gate`: the command whose exit status lets a build fail when accuracy drops, and only then."""
+"""`gate` and its modes: commands whose exit status lets a build fail when accuracy drops, and only
+then."""
 
 import logging
 import os
@@ -11,17 +12,33 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 
 import compressor
-from compressor.answers.options import ServerOptions
-from compressor.cli.options import GATE_OPTIONS, SERVER_OPTIONS, Reading, Running, flag, listed
-from compressor.cli.terminal import annotate, print_report, reporting, written_line
+from compressor.answers.options import ServerOptions, TaskOptions
+from compressor.cli.options import (
+    GATE_OPTIONS,
+    SERVER_OPTIONS,
+    Reading,
+    Running,
+    Writing,
+    flag,
+    listed,
+    options_of,
+)
+from compressor.cli.terminal import (
+    annotate,
+    print_report,
+    progress_bars,
+    reporting,
+    written_line,
+)
 from compressor.data.sources import refuse_absent_texts
 from compressor.distributed import ranks, refuse_several
 from compressor.document.terminal import show
 from compressor.errors import CompressionError
 from compressor.extras import TASKS, require
 from compressor.files import LONE_HALVES, check_folder, refuse_absent
-from compressor.formatting import joined, one_line
+from compressor.formatting import one_line
 from compressor.options import validated
+from compressor.progress import Progress
 from compressor.quality_gate.options import DEFAULT_TASKS, DEMO_TASKS, GateOptions
 from compressor.quality_gate.verdict import EXIT_STATUS, GateResult
 
@@ -38,9 +55,7 @@ SHOWN = (  # by `gate --help`, others by `--help-all`
     "limit",
     "prompts",
     "text",
-    "results",
     "baseline",
-    "save_baseline",
     "server",
     "max_drop",
     "max_task_drop",
@@ -50,10 +65,18 @@ SHOWN = (  # by `gate --help`, others by `--help-all`
     "demo",
     "help_all",
 )
-# options of recorded results, too
-JUDGING = {"max_drop", "max_task_drop", "confidence", "inconclusive"}
 DEMO_EXPERTS = 12  # of 16, that `gate --demo` keeps
 DEMO_MAX_DROP = 0.05  # what 250 items, `--demo --limit 50`, show with room for a few flips
+
+Options = dict[str, Any]  # those that are given, by name
+Reports = Annotated[Path | None, flag("New folder for gate.json, gate.xml (JUnit) and gate.md.")]
+CacheFolder = Annotated[
+    Path | None, flag("Folder of results to reuse (default: the user's cache folder).")
+]
+JUDGING = options_of(GateOptions, only=("max_drop", "max_task_drop", "confidence", "inconclusive"))
+# of a base alone
+BASE_SERVER = [option for option in SERVER_OPTIONS if option[0].startswith(("base_", "timeout"))]
+USUAL_TASKS = f"default: {','.join(DEFAULT_TASKS)}"
 
 
 @contextmanager
@@ -65,6 +88,8 @@ def _reporting_errors(report: Path | None, as_json: bool) -> Iterator[None]:
     """
     from compressor.quality_gate.report import clear_error, write_error
 
+    if not ranks().is_first:
+        report = None
     if report is not None:
         clear_error(report)
     try:
@@ -79,8 +104,8 @@ def _reporting_errors(report: Path | None, as_json: bool) -> Iterator[None]:
 
 
 def gate(
-    options: Annotated[dict[str, Any], GATE_OPTIONS],
-    servers: Annotated[dict[str, Any], SERVER_OPTIONS],
+    options: Annotated[Options, GATE_OPTIONS],
+    servers: Annotated[Options, SERVER_OPTIONS],
     running: Reading,
     base: Annotated[
         str | None, typer.Argument(help="The base: a checkpoint folder or a Hub id.")
@@ -91,31 +116,12 @@ def gate(
     tasks: Annotated[
         str | None,
         flag(
-            "Comma-separated lm-eval tasks (default: mmlu,boolq,openbookqa,rte). Beside --suite, "
-            "--prompts and --text none are usual."
+            f"Comma-separated lm-eval tasks ({USUAL_TASKS}). Beside --suite, --prompts and --text "
+            "none are usual."
         ),
     ] = None,
-    output: Annotated[
-        Path | None, flag("New folder for gate.json, gate.xml (JUnit) and gate.md.")
-    ] = None,
-    save_baseline: Annotated[
-        Path | None,
-        flag(
-            "Keep the base's answers in this .json or .json.gz for --baseline; needs no smaller "
-            "model."
-        ),
-    ] = None,
-    results: Annotated[
-        bool,
-        flag(
-            "Compare results of lm-eval, EvalPlus, inspect or CSV, in two files or folders; loads "
-            "no model."
-        ),
-    ] = False,
-    metric: Annotated[
-        str | None,
-        flag("METRIC or METRIC,FILTER of --results, or inspect's scorer (default: the first)."),
-    ] = None,
+    output: Reports = None,
+    save_baseline: Annotated[Path | None, flag("As gate baseline, first.", hidden=True)] = None,
     compressed_revision: Annotated[str | None, flag("The same of the compressed model.")] = None,
     dry_run: Annotated[
         bool, flag("Print what the gate can show. Nothing is run, and no models are needed.")
@@ -127,116 +133,55 @@ def gate(
             f"is then {DEMO_MAX_DROP}."
         ),
     ] = False,
-    cache_dir: Annotated[
-        Path | None, flag("Folder of results to reuse (default: the user's cache folder).")
-    ] = None,
+    cache_dir: CacheFolder = None,
 ) -> None:
-    """Test if a compressed model is as good: exit status 0 if it is, 1 if not, 3 if undecided."""
-    report = output if not dry_run and ranks().is_first else None
-    with _reporting_errors(report, running.as_json):
-        wanted: Sequence[str] = listed(tasks, "--tasks") or ()
-        if results:
-            from compressor.quality_gate.recorded import gate_results
+    """Test if a compressed model is as good: exit status 0 if it is, 1 if not, 3 if undecided.
 
-            unused = [
-                f"--{name.replace('_', '-')}"
-                for name in sorted(options.keys() - JUDGING | servers.keys())
-            ]
-            if unused or demo or dry_run or save_baseline or not (base and compressed):
-                more = joined(unused) or "--demo, --dry-run and --save-baseline"
-                raise CompressionError(
-                    "--results compares two files or folders alone; name both, and leave out "
-                    f"{more}"
-                )
-            judging = validated(
-                GateOptions, {**options, "tasks": wanted or ["all"]}, "the command line"
-            )
-            _end(
-                gate_results(Path(base), Path(compressed), judging, wanted, metric),
-                judging,
-                output,
-                running,
-            )
-        if metric is not None:
-            raise CompressionError(
-                "--metric is of recorded results; pass --results, or leave it out"
-            )
-        names_conditions = bool(
-            {"suite", "prompts", "text", "answers", "baseline"} & options.keys()
-        )
-        usual: tuple[str, ...] = () if names_conditions else DEFAULT_TASKS
+    `gate results A B` tests it by results that are recorded, and `gate baseline BASE FILE` keeps a
+    base's answers for --baseline. (Write ./results for a model's folder of that name.)
+    """
+    from compressor.quality_gate.report import NAMES
+
+    with _reporting_errors(None if dry_run else output, running.as_json):
         if demo:
-            usual = DEMO_TASKS
             options = {"max_drop": DEMO_MAX_DROP, **options}
-        named = wanted or usual
-        if named or "baseline" not in options:
-            options["tasks"] = named
-        gate_options = validated(GateOptions, options, "the command line")
-        if gate_options.tasks:
-            require(*TASKS)
-        from compressor.quality_gate.report import NAMES, power_blocks
-
-        if not dry_run:  # what can be refused before torch is loaded
-            gate_options.check()
-            if output is not None:
-                check_folder(output, NAMES, running.overwrite)
-            refuse_absent_texts(gate_options.prompts, "prompts")
-            refuse_absent_texts(gate_options.text, "text")
-            for model in (base, compressed):
-                refuse_absent(model)
-        from compressor.quality_gate.run import GateRequest, passable, read_tasks
-
-        computing: dict[str, Any] = {
-            "device": running.device,
-            "dtype": running.dtype,
-            "cache": cache_dir,
-        }
+        gate_options = _gate_options(options, tasks, DEMO_TASKS if demo else DEFAULT_TASKS)
         if dry_run:
-            _, power = read_tasks(GateRequest.read(gate_options, **computing))
-            print_report(running.as_json, power, power_blocks(power))
-            passable(power)
+            _show_power(gate_options, running.as_json)
             return
-        if gate_options.baseline is not None and base is not None and compressed is None:
+        # what can be refused before torch is loaded
+        gate_options.check()
+        if output is not None:
+            check_folder(output, NAMES, running.overwrite)
+        refuse_absent_texts(gate_options.prompts, "prompts")
+        refuse_absent_texts(gate_options.text, "text")
+        for model in (base, compressed):
+            refuse_absent(model)
+        if gate_options.baseline is not None and compressed is None:
             base, compressed = None, base
         elif base is None and not demo:
             raise CompressionError(
                 "name two models, the base and the compressed one, or pass --demo for an example"
             )
-        with (
-            reporting(output, NAMES, running.overwrite, running.as_json) as progress,
-            ExitStack() as stack,
-        ):
-            serving = ServerOptions(**servers)
+        written = []
+        with ExitStack() as stack:
+            progress = stack.enter_context(
+                reporting(output, NAMES, running.overwrite, running.as_json)
+            )
             if base is None and compressed is None:
-                refuse_several("the demo's compression", "name two models")
-                # before the demo is compressed
-                _, power = read_tasks(GateRequest.read(gate_options, **computing))
-                passable(power)
-                from compressor.cli.demonstration import SAMPLES, TEXT
-                from compressor.data.demo import demo_checkpoint
-
-                base = str(stack.enter_context(demo_checkpoint()))
-                scratch = stack.enter_context(tempfile.TemporaryDirectory())
-                compressed = f"{scratch}/demo-{DEMO_EXPERTS}-experts"
-                choice: dict[str, Any] = {"strategy": "hc-smoe", "correct": "tune", **TEXT}
-                choice |= {"experts": DEMO_EXPERTS, "samples": 2 * SAMPLES, "evaluate": False}
-                compressor.compress(base, Path(compressed), progress=progress, **choice)
+                base, compressed = stack.enter_context(_demo_models(gate_options, progress))
             shared = {
-                **computing,
-                "servers": serving,
-                "revision": running.revision,
-                "progress": progress,
+                **running.reading(progress),
+                "servers": ServerOptions(**servers),
+                "cache": cache_dir,
             }
-            written = []
             if save_baseline is not None and base is not None:
                 written.append(save_baseline)
                 compressor.save_baseline(
                     base, save_baseline, gate_options, overwrite=running.overwrite, **shared
                 )
-                if compressed is None and serving.server is None:
-                    print_report(
-                        running.as_json, {"written": [str(save_baseline)]}, written_line(written)
-                    )
+                if compressed is None and "server" not in servers:
+                    _print_written(written, running.as_json)
                     return
             result = compressor.gate(
                 base,
@@ -247,6 +192,103 @@ def gate(
                 **shared,
             )
         _end(result, gate_options, output, running, written)
+
+
+def gate_results(
+    options: Annotated[Options, JUDGING],
+    running: Writing,
+    base: Annotated[Path, typer.Argument(help="A file or folder of results of the base.")],
+    compressed: Annotated[Path, typer.Argument(help="Those of the compressed model.")],
+    tasks: Annotated[
+        str | None, flag("Comma-separated tasks to compare (default: all in the files).")
+    ] = None,
+    metric: Annotated[
+        str | None, flag("METRIC or METRIC,FILTER, or inspect's scorer (default: the first).")
+    ] = None,
+    output: Reports = None,
+) -> None:
+    """Test by recorded results if a compressed model is as good, with gate's exit statuses; no
+    model is loaded.
+
+    Results are those of lm-eval, EvalPlus or inspect, or CSV with the columns item and score."""
+    with _reporting_errors(output, running.as_json):
+        wanted = listed(tasks, "--tasks") or ()
+        judging = {**options, "tasks": wanted or ["all"]}
+        gate_options = validated(GateOptions, judging, "the command line")
+        result = compressor.gate_results(base, compressed, gate_options, wanted, metric)
+        _end(result, gate_options, output, running)
+
+
+def gate_baseline(
+    options: Annotated[Options, options_of(TaskOptions, without=("tasks",))],
+    servers: Annotated[Options, BASE_SERVER],
+    running: Reading,
+    base: Annotated[str, typer.Argument(help="The base: a checkpoint folder or a Hub id.")],
+    file: Annotated[Path, typer.Argument(help="New file, .json or .json.gz.")],
+    tasks: Annotated[str | None, flag(f"Comma-separated lm-eval tasks ({USUAL_TASKS}).")] = None,
+    cache_dir: CacheFolder = None,
+) -> None:
+    """Keep a base's answers to tasks in a file, which takes the base's place in gate --baseline."""
+    with _reporting_errors(None, running.as_json):
+        gate_options = _gate_options(options, tasks, DEFAULT_TASKS)
+        refuse_absent(base)
+        with progress_bars(running.as_json) as progress:
+            compressor.save_baseline(
+                base,
+                file,
+                gate_options,
+                servers=ServerOptions(**servers),
+                cache=cache_dir,
+                overwrite=running.overwrite,
+                **running.reading(progress),
+            )
+        _print_written([file], running.as_json)
+
+
+def _gate_options(options: Options, tasks: str | None, usual: Sequence[str]) -> GateOptions:
+    """Return the options with the named tasks, or the usual ones if nothing else is judged."""
+    named = listed(tasks, "--tasks") or ()
+    if not named and not {"suite", "prompts", "text", "answers", "baseline"} & options.keys():
+        named = tuple(usual)
+    if named:
+        options = {**options, "tasks": named}
+    gate_options = validated(GateOptions, options, "the command line")
+    if gate_options.tasks:
+        require(*TASKS)
+    return gate_options
+
+
+def _show_power(options: GateOptions, as_json: bool) -> None:
+    """Print what a gate can show; raise `CompressionError` if no model could pass it."""
+    from compressor.quality_gate.report import power_blocks
+    from compressor.quality_gate.run import GateRequest, passable
+
+    power = GateRequest.read(options).power
+    print_report(as_json, power, power_blocks(power))
+    passable(power)
+
+
+@contextmanager
+def _demo_models(options: GateOptions, progress: Progress) -> Iterator[tuple[str, str]]:
+    """Yield the demo's checkpoint and a smaller one made of it, if a gate of these options can be
+    passed."""
+    from compressor.cli.demonstration import SAMPLES, TEXT
+    from compressor.data.demo import demo_checkpoint
+    from compressor.quality_gate.run import GateRequest, passable
+
+    refuse_several("the demo's compression", "name two models")
+    passable(GateRequest.read(options).power)
+    with demo_checkpoint() as base, tempfile.TemporaryDirectory() as scratch:
+        compressed = f"{scratch}/demo-{DEMO_EXPERTS}-experts"
+        choice: Options = {"strategy": "hc-smoe", "correct": "tune", **TEXT}
+        choice |= {"experts": DEMO_EXPERTS, "samples": 2 * SAMPLES, "evaluate": False}
+        compressor.compress(str(base), compressed, progress=progress, **choice)
+        yield str(base), compressed
+
+
+def _print_written(files: Sequence[Path], as_json: bool) -> None:
+    """Print which files were written."""
+    print_report(as_json, {"written": [str(file) for file in files]}, written_line(files))
 
 
 def _end(
@@ -261,8 +303,8 @@ def _end(
 
     if ranks().is_first:
         keep_result(result)
-    if output is not None and ranks().is_first:
-        written = [*written, *write_gate(result, output, running.overwrite)]
+        if output is not None:
+            written = [*written, *write_gate(result, output, running.overwrite)]
     summarise(result, running.as_json)
     content = {**full_content(result), "written": [str(path) for path in written]}
     print_report(running.as_json, content, [*gate_blocks(result), *written_line(written)])

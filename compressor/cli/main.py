@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn, cast
 
 import typer
+from typer.core import TyperGroup
 
 from compressor.cli import behaviour, check, compress, gate, inspection, measure, outputs, text
 from compressor.cli.options import click_command, spread
@@ -29,13 +30,33 @@ PACKAGE = "moe-compressor"
 USAGE_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
 INTERRUPTED = 130
 CHAT = "apply-chat-template"
+RESULTS = "--results"  # of gate, for which `gate results` stands
 FULL_DISK = (
     "; free some space where the output, the cache (MOE_COMPRESSOR_CACHE) and $TMPDIR "
     "lie, and run it again"
 )
 
+
+class Program(TyperGroup):
+    """The commands, some of which have names of two words."""
+
+    def resolve_command(self, context: Any, arguments: list[str]) -> Any:
+        """Return the command that arguments name, and the other arguments."""
+        name = " ".join(arguments[:2])
+        if name in self.commands:
+            arguments = [name, *arguments[2:]]
+        elif arguments[0] == "gate" and RESULTS in arguments:
+            others = [argument for argument in arguments[1:] if argument != RESULTS]
+            arguments = ["gate results", *others]
+        return super().resolve_command(context, arguments)
+
+
 app = typer.Typer(
-    name=PROGRAM, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+    cls=Program,
+    name=PROGRAM,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
 )
 
 
@@ -171,6 +192,8 @@ GROUPS: Mapping[str, Sequence[Command]] = {  # of commands in the help
     ),
     "Test": (
         on_ranks(gate.gate),
+        on_ranks(gate.gate_results),
+        on_ranks(gate.gate_baseline),
         on_ranks(measure.compare),
         alone(behaviour.evaluate),
         alone(check.check),
@@ -182,11 +205,17 @@ GROUPS: Mapping[str, Sequence[Command]] = {  # of commands in the help
         alone(outputs.push),
     ),
 }
+# `installed`, since a function `list` would shadow a built-in
+NAMES = {
+    "installed": "list",
+    "gate_results": "gate results",
+    "gate_baseline": "gate baseline",
+}
 RESEARCH = "Research"  # of plugins
 for group, commands in GROUPS.items():
     for command in commands:
         shown = SHOWN.get(command.__name__, ())
-        name = "list" if command.__name__ == "installed" else None  # which shadows no built-in
+        name = NAMES.get(command.__name__)
         epilog = REST if shown is SHOWN_OF_RECIPES else None
         app.command(name, epilog=epilog, rich_help_panel=group)(spread(command, shown))
 for name, plugin in working(COMMANDS, lambda name: (name, load(COMMANDS, name))):

@@ -206,6 +206,8 @@ def carry_out(
     options = recipe.gate
     if options is None:
         return run(recipe, delivery)
+    if options.search:
+        check_search(recipe)
     request = request_of(recipe, delivery.device)
     reports = delivery.out.with_name(f"{delivery.out.name}.gate")
     ranks().broadcast(lambda: check_folder(reports, NAMES, overwrite=True))

@@ -18,7 +18,7 @@ from compressor.pipeline.formats import formats_of
 from compressor.pipeline.gate import request_of
 from compressor.pipeline.resolve import ResolvedRecipe, prepare, text_specs
 from compressor.pipeline.run import earlier_plan
-from compressor.quality_gate.run import PowerAnalysis, passable, read_tasks
+from compressor.quality_gate.run import PowerAnalysis, passable
 from compressor.recipe.recipe import Recipe
 from compressor.records import plain_json
 from compressor.steps.job import output_size
@@ -118,8 +118,7 @@ def dry_run(recipe: Recipe) -> DryRun:
         request = request_of(recipe)
         if recipe.gate.search:
             recipe, request = largest_tried(recipe, request)
-        _, power = read_tasks(request)
-        shown = passable(power)
+        shown = passable(request.power)
     if not isinstance(recipe.model, str):
         raise CompressionError(
             "a dry run reads the headers of a checkpoint; name the model's folder or Hub id"

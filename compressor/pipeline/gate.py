@@ -7,7 +7,6 @@ from typing import Any
 from compressor.answers.lm_eval_run import plan_evaluation
 from compressor.answers.scores import REPORT
 from compressor.answers.stock import StockModel
-from compressor.answers.tasks import EvaluationTask
 from compressor.checkpoint.source import ModelSource
 from compressor.data.sources import domain_of
 from compressor.distributed import ranks
@@ -23,7 +22,6 @@ from compressor.quality_gate.run import (
     PowerAnalysis,
     asked_forms,
     passable,
-    read_tasks,
     run_gate,
 )
 from compressor.quality_gate.teacher_forced import read_all
@@ -38,7 +36,6 @@ class PreparedGate:
 
     source: ModelSource  # the base
     request: GateRequest
-    tasks: tuple[EvaluationTask, ...]
     power: PowerAnalysis  # which differences it can detect
     trial: Path | None = None  # cache file for the result, if the model is one of a search
 
@@ -75,7 +72,7 @@ class PreparedGate:
     @property
     def task_versions(self) -> list[tuple[str, str]]:
         """Names of the tasks with their versions."""
-        return [(task.name, task.version) for task in self.tasks]
+        return [(task.name, task.version) for task in self.request.tasks]
 
     def accepts(self, result: GateResult) -> bool:
         """Return True if a result passes, or is undecided and counts as a pass."""
@@ -108,15 +105,14 @@ def prepare_gate(source: ModelSource, request: GateRequest) -> PreparedGate:
 
     Raises `CompressionError` for a gate that even an identical model would fail, and for tasks that
     the base cannot do."""
-    tasks, power = read_tasks(request)
-    passable(power)
+    power = passable(request.power)
     if request.baseline is None:
-        plan_evaluation(source, tasks, request.evaluation, request.cache)
+        plan_evaluation(source, request.tasks, request.evaluation, request.cache)
     if request.options.reads:
         read_all(StockModel(source, request.device, request.dtype), request.options)
     with dated(request.date):  # an output has its base's tokenizer
-        asked = asked_forms(source, source, tasks, request)
-    return PreparedGate(source, request, tasks, replace(power, asked=asked))
+        asked = asked_forms(source, source, request)
+    return PreparedGate(source, request, replace(power, asked=asked))
 
 
 def judge(gate: PreparedGate, folder: Path, label: str, progress: Progress) -> GateResult:
@@ -124,10 +120,7 @@ def judge(gate: PreparedGate, folder: Path, label: str, progress: Progress) -> G
     weights."""
     output = ModelSource(str(folder), None, folder)
     with dated(gate.request.date):
-        asked = asked_forms(gate.source, output, gate.tasks, gate.request)
-        result = run_gate(
-            gate.source, output, gate.tasks, gate.request, asked, progress, label=label
-        )
+        result = run_gate(gate.source, output, gate.request, progress, label)
     if ranks().is_first:
         (folder / REPORT).write_text(gate_json(result), encoding="utf-8", errors=LONE_HALVES)
         if gate.trial is not None:  # without the cache, a killed search only repeats the trial

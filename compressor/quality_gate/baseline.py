@@ -23,7 +23,7 @@ FORMAT = "moe-compressor-baseline/1"
 SUFFIXES = (".json", ".json.gz")
 COMPUTING = ("batch_size", "device", "dtype")  # facts in which the two models may differ
 SETTINGS = {*AskedOptions.model_fields}
-ANEW = "or make the baseline anew with gate BASE --save-baseline"
+ANEW = "or make the baseline anew with gate baseline"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Baseline:
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a baseline; raises `CompressionError` for any other file."""
-        remedy = "name a file that moe-compress gate --save-baseline has written"
+        remedy = "name a file that moe-compress gate baseline has written"
         content = read_json(path, remedy, remedy)
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise CompressionError(f"{path} is no baseline in the format {FORMAT}; {remedy}")

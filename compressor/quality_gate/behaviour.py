@@ -12,8 +12,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-
 from compressor.answers.answering import Answer, Model, answer_all
 from compressor.answers.options import GenerationOptions
 from compressor.answers.prompts import Prompt, PromptSet, tokens_of
@@ -38,11 +36,10 @@ from compressor.quality_gate.options import LENGTH, BehaviourOptions, GateOption
 from compressor.quality_gate.statistics import (
     POWER,
     advise,
-    holm,
+    corrected,
     measure,
     measure_change,
     shown_by,
-    verdict,
 )
 from compressor.quality_gate.teacher_forced import (
     AnswerDivergence,
@@ -148,7 +145,7 @@ def compare_answers(
             if markers.thinking:
                 before = str(tokenizer.decode(tokens_of(prompt, tokenizer, options.chat)))
             endings[-1].append(ending_of(answer, prompt, markers, tokenizer, before))
-    base_endings, smaller_endings = endings
+    ending_pairs = list(zip(*endings, strict=True))
     pairs = []
     for (prompt, seed), *both in zip(prompts.requests, base, smaller, *endings, strict=True):
         pairs.append(AnswerPair(prompt, seed, *both))
@@ -158,49 +155,42 @@ def compare_answers(
         len(prompts.prompts),
         prompts.options.seeds,
         {**asked, **date_facts(templates_of(tokenizers[0]))},
-        rates(domains, base_endings, smaller_endings, confidence),
+        rates(domains, ending_pairs, confidence),
         tuple(pairs),
     )
     alpha = 1 - confidence
-    tasks = []
+    tests = []
     for name, (_, limit) in limits.items():
         if name == LENGTH:
-            lengths = pair_lengths(base_endings, smaller_endings)
-            tasks.append(measure_change(lengths, limit, alpha))
+            tests.append(measure_change(pair_lengths(ending_pairs), limit, alpha))
         else:
-            marks = pair_endings(name, base_endings, smaller_endings)
-            tasks.append(measure(marks, limit, alpha, True))
-    failing = holm(np.array([task.p_fail for task in tasks]))
+            tests.append(measure(pair_endings(name, ending_pairs), limit, alpha, True))
     conditions = []
-    for task, p_fail in zip(tasks, failing.tolist(), strict=True):
-        judged = verdict(task.p_pass, p_fail, alpha)
-        name = f"rise of {task.task}"
+    for test in corrected(tests, alpha, "p_fail"):
+        name = f"rise of {test.task}"
         scale = 1.0
-        undecided = task
-        if task.task == LENGTH:
+        undecided = test
+        if test.task == LENGTH:
             name = "relative change of length"
-            scale = fmean(max(ending.tokens, 1) for ending in base_endings)
-            undecided = replace(task, max_drop=math.copysign(task.max_drop, task.drop))
-        advice = (
-            f"{advise(undecided, confidence, UNIT, 'rise')}; name more --prompts, or sample "
-            "more --seeds"
-        )
-        conditions.append(
-            GateCondition(
-                name=name,
-                option=limits[task.task][0],
-                limit=task.max_drop,
-                observed=task.drop,
-                lower=task.lower,
-                upper=task.upper,
-                items=task.items,
-                unit=UNIT,
-                verdict=judged,
-                base=scale * task.compressed,
-                compressed=scale * task.base,
-                advice=advice if judged == "inconclusive" else "",
+            scale = fmean(max(ending.tokens, 1) for ending in endings[0])
+            undecided = replace(test, max_drop=math.copysign(test.max_drop, test.drop))
+        advice = ""
+        if test.verdict == "inconclusive":
+            advice = (
+                f"{advise(undecided, confidence, UNIT, 'rise')}; name more --prompts, or sample "
+                "more --seeds"
             )
+        condition = GateCondition.of(
+            test,
+            name=name,
+            option=limits[test.task][0],
+            unit=UNIT,
+            # the smaller model comes first, so that a drop is a rise
+            base=scale * test.compressed,
+            compressed=scale * test.base,
+            advice=advice,
         )
+        conditions.append(condition)
     return written, tuple(conditions)
 
 

@@ -36,7 +36,7 @@ def paired(base: Tensor, compressed: Tensor, weights: Tensor, confidence: float)
         sums.double().numpy() for sums in (base, compressed, weights)
     )
     rise = compressed_sums - base_sums
-    pairs = PairedItems("", "", "", "likelihood", compressed_sums, base_sums, sizes)
+    pairs = PairedItems(compressed_sums, base_sums, sizes, "likelihood")
     bounds = evidence(pairs, 0.0, 1 - confidence)
     return Paired(
         base=float(ratio(base_sums, sizes)),

@@ -99,6 +99,9 @@ class Ending:
     broken_calls: bool | None = None
 
 
+EndingPair = tuple[Ending, Ending]  # of the base's answer and the smaller model's
+
+
 def ending_of(
     answer: Answer, prompt: Prompt, markers: Markers, tokenizer: Any, before: str = ""
 ) -> Ending:
@@ -186,58 +189,55 @@ class Rate:
     mcnemar: float | None  # exact two-sided p; None of measures that are no yes or no
 
 
-def pair_endings(
-    name: str, base: Sequence[Ending], smaller: Sequence[Ending], domain: str = ALL
-) -> PairedItems:
+def pair_endings(name: str, pairs: Sequence[EndingPair]) -> PairedItems:
     """Pair a measure by prompt and seed, the smaller model first, so that its drop is the measure's
-    rise."""
-    before = np.array([MEASURES[name](ending) for ending in base], dtype=float)
-    after = np.array([MEASURES[name](ending) for ending in smaller], dtype=float)
-    return PairedItems(name, domain, "", "score", after, before, np.ones(len(base)))
+    rise; NaN where an answer has no such measure."""
+    base = np.array([MEASURES[name](ending) for ending, _ in pairs], dtype=float)
+    smaller = np.array([MEASURES[name](ending) for _, ending in pairs], dtype=float)
+    return PairedItems(smaller, base, np.ones(len(base)), task=name)
 
 
-def pair_lengths(base: Sequence[Ending], smaller: Sequence[Ending]) -> PairedItems:
+def pair_lengths(pairs: Sequence[EndingPair]) -> PairedItems:
     """Pair lengths by prompt and seed, in units of the base's mean: the drop is the relative rise
     of the mean length.
 
     An answer without a token counts as one token.
     """
-    before = np.array([max(ending.tokens, 1) for ending in base], dtype=float)
-    after = np.array([max(ending.tokens, 1) for ending in smaller], dtype=float)
-    mean = before.mean()
-    return PairedItems(LENGTH, ALL, "", "score", after / mean, before / mean, weights=before / mean)
+    base = np.array([max(ending.tokens, 1) for ending, _ in pairs], dtype=float)
+    smaller = np.array([max(ending.tokens, 1) for _, ending in pairs], dtype=float)
+    shares = base / base.mean()
+    return PairedItems(smaller / base.mean(), shares, shares, task=LENGTH)
 
 
 def rates(
-    domains: Sequence[str], base: Sequence[Ending], smaller: Sequence[Ending], confidence: float
+    domains: Sequence[str], pairs: Sequence[EndingPair], confidence: float
 ) -> tuple[Rate, ...]:
     """Return all measures, over all answers and, with several `domains`, by domain."""
-    groups = defaultdict[str, list[int]](list)
-    for index, domain in enumerate(domains):
-        groups[ALL].append(index)
-        groups[domain].append(index)
+    groups = defaultdict[str, list[EndingPair]](list)
+    for domain, pair in zip(domains, pairs, strict=True):
+        groups[ALL].append(pair)
+        groups[domain].append(pair)
     if len(groups) == 2:
         del groups[domains[0]]
     measured = []
-    for domain, indices in groups.items():
-        before = [base[index] for index in indices]
-        after = [smaller[index] for index in indices]
+    for domain, same in groups.items():
         for name in MEASURES:
-            if any(MEASURES[name](ending) is None for ending in (*before, *after)):
+            marks = pair_endings(name, same)
+            if np.isnan(marks.drops).any():
                 continue
-            task = measure(pair_endings(name, before, after, domain), 0.0, 1 - confidence, True)
+            test = measure(marks, 0.0, 1 - confidence, True)
             rate = Rate(
                 measure=name,
                 domain=domain,
-                answers=task.items,
-                base=task.compressed,
-                smaller=task.base,
-                rise=task.drop,
-                lower=task.lower,
-                upper=task.upper,
-                more=task.lost,
-                fewer=task.gained,
-                mcnemar=None if name in NUMBERS else task.mcnemar,
+                answers=test.items,
+                base=test.compressed,
+                smaller=test.base,
+                rise=test.drop,
+                lower=test.lower,
+                upper=test.upper,
+                more=test.lost,
+                fewer=test.gained,
+                mcnemar=None if name in NUMBERS else test.mcnemar,
             )
             measured.append(rate)
     return tuple(measured)

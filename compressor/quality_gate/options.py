@@ -96,8 +96,8 @@ class GateOptions(BehaviourOptions, TaskOptions):
     """Conditions that an output has to meet before it is put in place."""
 
     baseline: Path | None = None
-    """Compare with the base's answers in this file of --save-baseline. Tasks and settings default
-    to the file's."""
+    """Compare with the base's answers in this file of gate baseline. Tasks and settings default to
+    the file's."""
     expect: tuple[str, ...] = ()
     """Score that the base should have, such as gsm8k=0.78±0.02; another one is anomalous. May be
     repeated."""

@@ -62,6 +62,7 @@ SAMPLING = (
 )
 LIMITS = ("epochs", "message_limit", "token_limit")
 CUT = ("max_tokens", "model_length")  # inspect's reasons to stop
+AGAIN = "evaluate the model again"  # a remedy
 UNNAMED = "items"  # a task whose file does not name it
 RIGHT = ("c", "pass", "true", "yes")
 WRONG = ("i", "n", "fail", "timeout", "error", "false", "no")
@@ -112,20 +113,22 @@ class InspectSample:
 
 
 def gate_results(
-    base: Path,
-    compressed: Path,
-    options: GateOptions,
+    base: str | Path,
+    compressed: str | Path,
+    options: GateOptions | None = None,
     tasks: Sequence[str] = (),
     metric: str | None = None,
 ) -> GateResult:
-    """Judge two models by results in files or folders: all, or those on some tasks.
+    """Judge two models by recorded results in files or folders: all, or those on some `tasks`.
 
-    `metric` names another than the first, or a scorer.
+    `options` say which drops pass, with which confidence; their own tasks are not read. `metric`
+    names another than the first, or a scorer. No model is loaded.
 
     Raises `CompressionError` for files of no known form, and where items, prompts or settings are
     not the same."""
-    before = Results.read(base, tasks, metric)
-    after = Results.read(compressed, tasks, metric)
+    options = options or GateOptions(tasks=tuple(tasks) or ("all",))
+    before = Results.read(Path(base), tasks, metric)
+    after = Results.read(Path(compressed), tasks, metric)
     for name, value in before.settings.items():
         other = after.settings.get(name, value)
         if other != value:
@@ -163,18 +166,13 @@ def gate_results(
             if row.decides and (row.task, row.metric, row.items, row.drop) not in compared:
                 where = "over all items" if row.task == POOLED else f"on {row.task}"
                 is_score = row.kind == "score"  # nothing is the worst of a likelihood
-                condition = GateCondition(
+                condition = GateCondition.of(
+                    row,
                     name=f"drop {where} with missing answers at their worst",
                     option="--max-drop",
-                    limit=row.max_drop,
-                    observed=row.drop,
-                    lower=row.lower,
-                    upper=row.upper if is_score else math.inf,
-                    items=row.items,
                     unit="items",
+                    upper=row.upper if is_score else math.inf,
                     verdict="pass" if row.verdict == "pass" and is_score else "inconclusive",
-                    base=row.base,
-                    compressed=row.compressed,
                     advice=advice,
                 )
                 conditions.append(condition)
@@ -350,21 +348,15 @@ class Results:
         with file.open(encoding="utf-8") as stream:
             for number, line in enumerate(stream, 1):
                 where = f"{file}, line {number}"
-                try:
+                with wrap_faults(f"{where} is no whole JSON", AGAIN, f"copy it again, or {AGAIN}"):
                     row = value_as(json.loads(line), Json, where)
-                except (ValueError, RecursionError) as error:
-                    raise CompressionError(
-                        f"{where} is no whole JSON ({error}); copy it again if it was cut, or "
-                        "evaluate the model again"
-                    ) from error
                 if not {"doc_id", "filter"} <= row.keys():
                     raise CompressionError(
-                        f"{where} has no filter or doc_id; evaluate the model again with "
-                        "--log_samples"
+                        f"{where} has no filter or doc_id; {AGAIN} with --log_samples"
                     )
                 rows.append(row)
         if not rows:
-            raise CompressionError(f"{file} is empty; evaluate the model again")
+            raise CompressionError(f"{file} is empty; {AGAIN}")
         # samples_TASK_TIME.jsonl, and of the same time results_TIME.json
         part, _, date = file.stem.removeprefix("samples_").rpartition("_")
         run = json_object(next(file.parent.glob(f"*_{date}.json"), file))

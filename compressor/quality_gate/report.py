@@ -4,7 +4,7 @@ A result belongs to a folder of weights if the files that it lists are those of 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 NAMES = (REPORT, "gate.xml", "gate.md")
 SUITE = "moe-compress gate"
 CLASS = "moe-compress.gate"  # of JUnit's test cases
+# JUnit's counts by verdict, or error
+COUNTS = {"fail": "failures", "error": "errors", "inconclusive": "skipped"}
 METHOD = (
     "Both models answered the same items, and the differences were tested item by item (Miller, "
     "arXiv:2411.00640): flips of right and wrong answers exactly, other scores and likelihoods by "
@@ -89,19 +91,38 @@ def margin(row: TaskGate) -> str:
     return f"{row.max_drop:g}"
 
 
-COLUMNS: Mapping[str, Callable[[TaskGate], str]] = {
-    "task": lambda task: task.task,
-    "metric": lambda task: task.metric,
-    "items": lambda task: f"{task.items:,}",
-    "base": lambda task: level(task.base),
-    "compressed": lambda task: level(task.compressed),
-    "allowed": margin,
-    "drop": lambda task: change(task.drop, task.kind),
-    "at least": lambda task: change(task.lower, task.kind),
-    "at most": lambda task: change(task.upper, task.kind),
-    "detectable": lambda task: change(task.detectable, task.kind),
-    "lost / gained": lambda task: f"{task.lost:,} / {task.gained:,}",
-}
+COLUMNS = (
+    "task",
+    "metric",
+    "items",
+    "base",
+    "compressed",
+    "allowed",
+    "drop",
+    "at least",
+    "at most",
+    "detectable",
+    "lost / gained",
+)
+
+
+def cells(row: TaskGate) -> tuple[str, ...]:
+    """Return the figures of a row as they are shown, one for each of `COLUMNS`."""
+    return (
+        row.task,
+        row.metric,
+        f"{row.items:,}",
+        level(row.base),
+        level(row.compressed),
+        margin(row),
+        change(row.drop, row.kind),
+        change(row.lower, row.kind),
+        change(row.upper, row.kind),
+        change(row.detectable, row.kind),
+        f"{row.lost:,} / {row.gained:,}",
+    )
+
+
 TEXTS = {"task", "metric", "verdict"}
 # columns, the least important first
 OPTIONAL = ("metric", "detectable", "lost / gained", "at least", "items")
@@ -221,16 +242,14 @@ def gate_blocks(result: GateResult) -> list[Block]:
         blocks.append(Items(sentences))
     rows = list[tuple[Words, ...]]()
     for row in result.rows:
-        figures = [show(row) for show in COLUMNS.values()]
-        rows.append((*figures, Toned(row.verdict, *SIGNS[row.verdict])))
+        rows.append((*cells(row), Toned(row.verdict, *SIGNS[row.verdict])))
     if rows or not result.conditions:
         caption = (
             f"{result.compressed} compared with {result.base}, bounds one-sided, each with "
             f"confidence {100 * result.confidence:g}%"
         )
-        blocks.append(
-            Table(caption, (*COLUMNS, "verdict"), rows, TEXTS, OPTIONAL, {len(result.tasks) - 1})
-        )
+        columns = (*COLUMNS, "verdict")
+        blocks.append(Table(caption, columns, rows, TEXTS, OPTIONAL, {len(result.tasks) - 1}))
     for row in result.rows:
         if row.decides:
             sentence = "equivalent" if row.equivalent else "not shown to be equivalent"
@@ -302,7 +321,7 @@ def junit(result: GateResult) -> bytes:
     skipped."""
     cases = []
     for task in result.rows:
-        shown = {name: show(task) for name, show in COLUMNS.items()}
+        shown = dict(zip(COLUMNS, cells(task), strict=True))
         message = (
             f"{task.metric} dropped by {shown['drop']} (at least {shown['at least']}, at most "
             f"{shown['at most']}); {shown['allowed']} is allowed"
@@ -340,7 +359,7 @@ def _junit(
     """Return JUnit XML of cases: name, verdict or error, its message, and the output."""
     verdicts = [verdict for _, verdict, *_ in cases]
     counts = {"tests": str(len(cases))}
-    for count, verdict in (("failures", "fail"), ("errors", "error"), ("skipped", "inconclusive")):
+    for verdict, count in COUNTS.items():
         counts[count] = str(verdicts.count(verdict))
     root = Xml.Element("testsuites", {"name": SUITE, **counts, **time})
     suite = Xml.SubElement(root, "testsuite", {"name": name, **counts, **time})
@@ -353,7 +372,7 @@ def _junit(
         if verdict == "inconclusive":
             Xml.SubElement(case, "skipped", message=f"inconclusive: {message}")
         elif verdict != "pass":
-            tag = "error" if verdict == "error" else "failure"
+            tag = COUNTS[verdict].removesuffix("s")
             Xml.SubElement(case, tag, message=message, type=verdict).text = message
         if text:
             Xml.SubElement(case, "system-out").text = text

@@ -7,7 +7,7 @@ confidence alone."""
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,11 @@ FLIPS = (0.0, 0.02, 0.05)  # shares of items that two models answer differently
 
 @dataclass(frozen=True, slots=True)
 class GateRequest:
-    """The options of a gate with the prompts that they name, and where models compute."""
+    """The options of a gate, all that they name and is known before any model is loaded, and where
+    models compute."""
 
     options: GateOptions
+    tasks: tuple[EvaluationTask, ...] = ()
     prompts: PromptSet | None = None
     baseline: Baseline | None = None  # in the base's place
     device: str = "auto"
@@ -69,13 +71,15 @@ class GateRequest:
         dtype: str = "auto",
         cache: Path | None = None,
     ) -> "GateRequest":
-        """Check the options and read the prompts."""
+        """Check the options; read baseline, prompts and tasks, the tasks on the first process
+        before the others."""
         options.check()
         baseline = None if options.baseline is None else Baseline.read(options.baseline)
         if baseline is not None:
             options = baseline.complete(options)
         prompts = PromptSet.read(options, options.limit)
-        return cls(options, prompts, baseline, device, dtype, cache or default_folder())
+        request = cls(options, (), prompts, baseline, device, dtype, cache or default_folder())
+        return replace(request, tasks=read_tasks(request))
 
     @property
     def date(self) -> str | None:
@@ -87,6 +91,11 @@ class GateRequest:
     def evaluation(self) -> EvaluationOptions:
         """Options by which tasks are evaluated."""
         return EvaluationOptions.of(self.options, self.device, self.dtype)
+
+    @property
+    def power(self) -> "PowerAnalysis":
+        """What the gate can show."""
+        return analyse_power(self.tasks, self.options, self.prompts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +122,11 @@ class PowerAnalysis:
     asked: Asked = field(default_factory=dict)  # by task: the form of its questions
 
 
-def analyse_power(tasks: Sequence[EvaluationTask], gate: GateRequest) -> PowerAnalysis:
+def analyse_power(
+    tasks: Sequence[EvaluationTask], options: GateOptions, prompts: PromptSet | None = None
+) -> PowerAnalysis:
     """Return the number of items of each task and the margins that they can show; no model is
     needed."""
-    options = gate.options
     alpha = 1 - options.confidence
 
     measures = []
@@ -125,8 +135,8 @@ def analyse_power(tasks: Sequence[EvaluationTask], gate: GateRequest) -> PowerAn
     for task in tasks:
         margin = options.max_drop if task.likelihood else options.task_drop
         measures.append((task.name, task.items(options.limit), margin, not task.likelihood))
-    if gate.prompts is not None:
-        answers = gate.prompts.answers
+    if prompts is not None:
+        answers = prompts.answers
         for name, (option, rise) in options.answer_limits.items():
             measures.append((name, answers, rise, name != LENGTH))
             refusals.append(_refusal(options, answers, UNIT, option, rise))
@@ -143,9 +153,9 @@ def analyse_power(tasks: Sequence[EvaluationTask], gate: GateRequest) -> PowerAn
     return PowerAnalysis(tuple(rows), pooled, options.confidence, refusal=refusal)
 
 
-def read_tasks(gate: GateRequest) -> tuple[tuple[EvaluationTask, ...], PowerAnalysis]:
-    """Read a gate's tasks, on the first process before the others, and return them with their power
-    analysis."""
+def read_tasks(gate: GateRequest) -> tuple[EvaluationTask, ...]:
+    """Read a gate's tasks; raises `CompressionError` for those that a baseline or another option
+    does not go with."""
     baseline = gate.baseline
     path = gate.options.baseline
     if baseline is not None:
@@ -175,19 +185,19 @@ def read_tasks(gate: GateRequest) -> tuple[tuple[EvaluationTask, ...], PowerAnal
         )
     if baseline is not None:
         baseline.answers_to(tasks, path)
-    return tasks, analyse_power(tasks, gate)
+    return tasks
 
 
 def asked_forms(
     base: ModelSource,
     compressed: ModelSource,
-    tasks: Sequence[EvaluationTask],
     gate: GateRequest,
     server: Server | None = None,
     base_server: Server | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Return the form of each task's questions; raise `CompressionError` where it would not be that
     of both models."""
+    tasks = gate.tasks
     baseline = gate.baseline
     if baseline is None:
         forms = task_forms(base, base_server, tasks, gate.evaluation)
@@ -243,18 +253,15 @@ def passable(rows: PowerAnalysis) -> PowerAnalysis:
 def run_gate(
     base: ModelSource,
     compressed: ModelSource,
-    tasks: Sequence[EvaluationTask],
     gate: GateRequest,
-    asked: Asked,
     progress: Progress,
     label: str | None = None,
     server: Server | None = None,
     base_server: Server | None = None,
+    announce: Callable[[PowerAnalysis], None] | None = None,
 ) -> GateResult:
     """Evaluate tasks without stored results, pair the items and judge; `label` names the compressed
-    model.
-
-    `asked` are the forms of both models' questions, as `asked_forms` returns them.
+    model, and `announce` gets what the gate can show.
 
     With a `server` the compressed model answers there, and with a `base_server` the base. Where the
     gate has a baseline, nothing is asked of the base, and any model may be given as it.
@@ -262,6 +269,10 @@ def run_gate(
     Raises `CompressionError` if a model cannot be evaluated or the two did not answer the same
     items."""
     options = gate.options
+    tasks = gate.tasks
+    asked = asked_forms(base, compressed, gate, server, base_server)
+    if announce is not None:
+        announce(replace(gate.power, asked=asked))
     rows = options.batch_size if isinstance(options.batch_size, int) else None
     base_writer = model_of(base, base_server, rows, gate.device, gate.dtype)
     writer = model_of(compressed, server, rows, gate.device, gate.dtype)
@@ -313,7 +324,7 @@ def run_gate(
         gate.cache,
         progress,
         # some prompts may not do for these models
-        lambda usable: passable(analyse_power(tasks, replace(gate, prompts=usable))),
+        lambda usable: passable(replace(gate, prompts=usable).power),
         reads_written=False,
     )
     facts = gate.evaluation.facts()

@@ -45,14 +45,15 @@ nothing is wrong an anomaly is found in at most `FALSE_ALARMS` of samples."""
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from statistics import NormalDist
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy  # whose subpackages are loaded when they are first used
 from numpy.typing import NDArray
 
-from compressor.answers.scores import ItemScores
+from compressor.answers.scores import ItemScores, Kind
 from compressor.errors import CompressionError
 from compressor.formatting import joined
 from compressor.quality_gate.options import Expectation, GateOptions
@@ -233,13 +234,23 @@ class PairedItems:
     """Two models' results on the same items of a task, or of several, in the order of the items'
     names."""
 
-    task: str
-    metric: str
-    version: str
-    kind: Literal["score", "likelihood"]
     base: Array  # [n]
     compressed: Array  # [n]
     weights: Array  # [n] 1 for each score; words or bytes of a likelihood
+    kind: Kind = "score"
+    task: str = ""
+    metric: str = ""
+    version: str = ""
+
+    @property
+    def drops(self) -> Array:
+        """The base's results less the compressed model's: [n]."""
+        return self.base - self.compressed
+
+    @property
+    def flips(self) -> tuple[int, int]:
+        """Numbers of items with a worse and with a better result than the base's."""
+        return int((self.drops > 0).sum()), int((self.drops < 0).sum())
 
     @property
     def binary(self) -> bool:
@@ -251,11 +262,10 @@ class PairedItems:
 def evidence(pairs: PairedItems, margin: float, alpha: float) -> Evidence:
     """Combine all tests of one drop: a difference of means, or the logarithm of a ratio of
     perplexities."""
-    drops = pairs.base - pairs.compressed
-    items = len(pairs.base)
+    drops = pairs.drops
+    items = len(drops)
     if pairs.binary:
-        lost = int((drops > 0).sum())
-        gained = int((drops < 0).sum())
+        lost, gained = pairs.flips
         return Evidence(
             lower=-upper_bound(gained, lost, items, alpha),
             upper=upper_bound(lost, gained, items, alpha),
@@ -315,7 +325,7 @@ def shown_by(items: int, flips: float, alpha: float) -> float:
 def measure(pairs: PairedItems, max_drop: float, alpha: float, decides: bool) -> TaskGate:
     """Test one task, or the pool, as if it were the only one: p-values are not yet corrected."""
     likelihood = pairs.kind == "likelihood"
-    drops = pairs.base - pairs.compressed
+    drops = pairs.drops
     margin = math.log1p(max_drop) if likelihood else max_drop
     lower, upper, p_pass, p_fail = map(float, evidence(pairs, margin, alpha))
     base, compressed, drop = ratio(
@@ -330,8 +340,7 @@ def measure(pairs: PairedItems, max_drop: float, alpha: float, decides: bool) ->
             drop, lower, upper, shown = np.expm1([drop, lower, upper, shown]).tolist()
         perplexity_ratio = (1 + drop, 1 + lower, 1 + upper)
         error *= 1 + drop
-    lost = int((drops > 0).sum())
-    gained = int((drops < 0).sum())
+    lost, gained = pairs.flips
     mcnemar = None
     if pairs.binary:
         mcnemar = float(scipy.stats.binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0
@@ -383,6 +392,15 @@ def verdict(p_pass: float, p_fail: float, alpha: float) -> Verdict:
     return "fail" if p_fail < alpha else "inconclusive"
 
 
+def corrected(tests: Sequence[TaskGate], alpha: float, *fields: str) -> list[TaskGate]:
+    """Return tests with their p-values in these fields corrected for the number of tests (Holm
+    1979), and the verdicts that follow."""
+    for field in fields:
+        p_values = holm(np.array([getattr(test, field) for test in tests])).tolist()
+        tests = [replace(test, **{field: p}) for test, p in zip(tests, p_values, strict=True)]
+    return [replace(test, verdict=verdict(test.p_pass, test.p_fail, alpha)) for test in tests]
+
+
 def judge(
     base: Sequence[ItemScores], compressed: Sequence[ItemScores], gate: GateOptions
 ) -> Judgement:
@@ -396,46 +414,36 @@ def judge(
     pairs = []
     tasks = []
     for first, second in zip(base, compressed, strict=True):
-        task = first.task
-        items = sorted(first.items, key=lambda item: item.id)
-        others = sorted(second.items, key=lambda item: item.id)
+        items, others = (sorted(side.items, key=attrgetter("id")) for side in (first, second))
+        facts = ("metric", "version", "kind")
+        differing = [name for name in facts if getattr(first, name) != getattr(second, name)]
         asked = [(item.id, item.weight) for item in items]
-        differing = []
-        for name in ("metric", "version", "kind"):
-            if getattr(first, name) != getattr(second, name):
-                differing.append(name)
         if asked != [(item.id, item.weight) for item in others]:
             differing.append("items")
         if differing:
             raise CompressionError(
-                f"{task}: the base and the compressed model were scored with different "
+                f"{first.task}: the base and the compressed model were scored with different "
                 f"{joined(differing)}: evaluate both anew, with another --cache-dir"
-            )
-        weights = np.array([weight for _, weight in asked])
-        empty = int((weights <= 0).sum())
-        if empty:
-            raise CompressionError(
-                f"{task}, {first.metric}: {empty} of {len(weights)} items have no words or bytes: "
-                "leave them out of the task"
             )
         before = np.array([item.score for item in items])
         after = np.array([item.score for item in others])
-        pair = PairedItems(task, first.metric, first.version, first.kind, before, after, weights)
+        weights = np.array([item.weight for item in items])
+        empty = int((weights <= 0).sum())
+        if empty:
+            raise CompressionError(
+                f"{first.task}, {first.metric}: {empty} of {len(weights)} items have no words or "
+                "bytes: leave them out of the task"
+            )
+        pair = PairedItems(
+            before, after, weights, first.kind, first.task, first.metric, first.version
+        )
         pairs.append(pair)
         margin = gate.task_drop if pair.binary else gate.max_drop
-        tasks.append(measure(pair, margin, alpha, not pair.binary))
-    passing = holm(np.array([task.p_pass for task in tasks])).tolist()
-    failing = holm(np.array([task.p_fail for task in tasks])).tolist()
-    for index, (first, second) in enumerate(zip(base, compressed, strict=True)):
-        p_pass = passing[index]
-        p_fail = failing[index]
-        tasks[index] = replace(
-            tasks[index],
-            p_pass=p_pass,
-            p_fail=p_fail,
-            verdict=verdict(p_pass, p_fail, alpha),
-            cut=None if first.cut is None or second.cut is None else (first.cut, second.cut),
-        )
+        test = measure(pair, margin, alpha, not pair.binary)
+        if first.cut is not None and second.cut is not None:
+            test = replace(test, cut=(first.cut, second.cut))
+        tasks.append(test)
+    tasks = corrected(tasks, alpha, "p_pass", "p_fail")
     keys = {(pair.task, pair.metric, pair.kind) for pair in pairs}
     binary = []
     for pair in pairs:
@@ -444,10 +452,10 @@ def judge(
             binary.append(pair)
     if not binary:
         return Judgement(tuple(tasks), None)
-    metric = " and ".join(dict.fromkeys(pair.metric for pair in binary))
     before = np.concatenate([pair.base for pair in binary])
     after = np.concatenate([pair.compressed for pair in binary])
-    pool = PairedItems(POOLED, metric, "", "score", before, after, np.ones(len(before)))
+    metric = " and ".join(dict.fromkeys(pair.metric for pair in binary))
+    pool = PairedItems(before, after, np.ones(len(before)), task=POOLED, metric=metric)
     return Judgement(tuple(tasks), measure(pool, gate.max_drop, alpha, True))
 
 
@@ -464,13 +472,12 @@ def find_anomalies(
     for row, scores in zip(rows, base, strict=True):
         values = np.array(scores.values)
         right = values.sum()
-        if row.task in expectations:
-            expected = expectations[row.task]
+        expected = expectations.get(row.task)
+        if expected is not None:
             tolerance = expected.tolerance
             # the two-sided p if the true score is within the tolerance: exact if right or wrong
             if row.mcnemar is None:
-                weights = np.array([item.weight for item in scores.items])
-                error = ratio_error(values, weights)
+                error = ratio_error(values, np.array([item.weight for item in scores.items]))
                 if row.kind == "likelihood":
                     error = error * row.base
                 # a metric of which less is better is negated
@@ -497,9 +504,9 @@ def find_anomalies(
         if row.gained > row.lost:
             reason = f"clearly worse than the compressed model, {row.compressed:.4f}"
             suspects.append((row, reason, row.mcnemar))
-    corrected = holm(np.array([p for *_, p in suspects])).tolist()
+    p_values = holm(np.array([p for *_, p in suspects])).tolist()
     anomalies = []
-    for (row, reason, _), p in zip(suspects, corrected, strict=True):
+    for (row, reason, _), p in zip(suspects, p_values, strict=True):
         if p >= FALSE_ALARMS:
             continue
         cause = "most often a broken or missing chat template"
@@ -523,11 +530,11 @@ def overall(
 
     Tasks outside the pool, the pool and conditions decide; with an anomaly nothing passes.
     """
-    deciding = {condition.verdict for condition in conditions}
-    deciding |= {row.verdict for row in rows if row.decides}
-    if "fail" in deciding or any(row.verdict == "fail" for row in rows):
+    verdicts = {condition.verdict for condition in conditions}
+    verdicts |= {row.verdict for row in rows if row.decides or row.verdict == "fail"}
+    if "fail" in verdicts:
         return "fail"
-    return "pass" if deciding == {"pass"} and not anomalies else "inconclusive"
+    return "pass" if verdicts == {"pass"} and not anomalies else "inconclusive"
 
 
 def conclude(

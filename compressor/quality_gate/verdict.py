@@ -5,7 +5,7 @@ n items of a task; both models answer each of them, so every test is paired.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from compressor.document.blocks import Table, Tone, Toned, Words
 from compressor.errors import CompressionError
@@ -65,6 +65,10 @@ class TaskGate:
     cut: tuple[float, float] | None = None
 
 
+# fields that a test and a condition have in common
+SHARED = ("lower", "upper", "items", "verdict", "base", "compressed")
+
+
 class Judgement(NamedTuple):
     """The tests of tasks, and of the pool of all items that are answered right or wrong, if there
     are any."""
@@ -95,6 +99,13 @@ class GateCondition:
     base: float | None = None  # the figure of either model, where each has one
     compressed: float | None = None
     advice: str = ""  # what would decide it, where it is inconclusive
+
+    @classmethod
+    def of(cls, test: TaskGate, **fields: Any) -> Self:
+        """Return the condition that a test of a drop, or of a rise, makes; `fields` are its own or
+        override the test's."""
+        figures = {name: getattr(test, name) for name in SHARED}
+        return cls(**{**figures, "limit": test.max_drop, "observed": test.drop, **fields})
 
     @property
     def sentence(self) -> str:

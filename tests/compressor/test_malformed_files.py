@@ -68,7 +68,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def results(file: Path, model: Path) -> Sequence[Any]:
-    return "gate", "--results", file, file
+    return "gate", "results", file, file
 
 
 def baseline(file: Path, model: Path) -> Sequence[Any]:

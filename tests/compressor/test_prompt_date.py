@@ -154,7 +154,7 @@ def test_a_gate_asks_both_models_on_one_date_and_a_baseline_on_its_own(
 ) -> None:
     copy = shutil.copytree(model, tmp_path / "copy")
     saved = tmp_path / "base.json"
-    succeeded(run("gate", model, *TASK, "--save-baseline", saved))
+    succeeded(run("gate", "baseline", model, saved, *TASK[:-2]))
     go_to(DAYS[1], monkeypatch)
     today = json.loads(run("gate", model, copy, *TASK, "--json").out)
     kept = json.loads(run("gate", "--baseline", saved, copy, "--inconclusive", "pass", "--json").out)

@@ -47,8 +47,8 @@ def test_the_page_begins_with_what_went_wrong_and_escapes_all_text(tmp_path: Pat
         pair(0, good, good), pair(1, good, good, "y"), pair(2, cut, good), pair(3, good, cut), pair(4, good, looping)
     )  # fmt: skip
     assert sorted(map(FIRST.index, (each.verdict for each in pairs))) == [0, 1, 2, 3, 4]
-    endings = [[each.base_ending for each in pairs], [each.smaller_ending for each in pairs]]
-    found = rates([each.prompt.domain for each in pairs], endings[0], endings[1], 0.95)
+    endings = [(each.base_ending, each.smaller_ending) for each in pairs]
+    found = rates([each.prompt.domain for each in pairs], endings, 0.95)
     behaviour = Behaviour("<base>", "<smaller>", 0.95, Written(5, 1, {}, found, pairs))
     write_behaviour(behaviour, tmp_path / "out")
     page = (tmp_path / "out" / "answers.html").read_text(encoding="utf-8")

@@ -138,7 +138,8 @@ def test_tool_calls_and_json_that_no_program_reads(text: str, is_broken: bool) -
 def test_rates_are_paired_as_the_gate_pairs_items() -> None:
     base = [Ending(True, number < 2, None, 10, 0.0) for number in range(40)]
     smaller = [Ending(number % 2 == 0, 1 <= number < 7, None, 14, 0.0) for number in range(40)]
-    found = {(rate.measure, rate.domain): rate for rate in rates(["a"] * 20 + ["b"] * 20, base, smaller, 0.9)}
+    pairs = list(zip(base, smaller, strict=True))
+    found = {(rate.measure, rate.domain): rate for rate in rates(["a"] * 20 + ["b"] * 20, pairs, 0.9)}
     loops = found["loops", ALL]
     assert (loops.base, loops.smaller, loops.more, loops.fewer) == pytest.approx((2 / 40, 6 / 40, 5, 1))
     assert (loops.lower, loops.upper) == pytest.approx((-upper_bound(1, 5, 40, 0.1), upper_bound(5, 1, 40, 0.1)))
@@ -149,7 +150,7 @@ def test_rates_are_paired_as_the_gate_pairs_items() -> None:
 
 def change_of(base: Any, smaller: Any, limit: float) -> TaskGate:
     endings = [[Ending(True, False, None, int(tokens), 0.0) for tokens in side] for side in (base, smaller)]
-    return measure_change(pair_lengths(*endings), limit, 0.05)
+    return measure_change(pair_lengths(list(zip(*endings, strict=True))), limit, 0.05)
 
 
 def test_a_change_of_length_is_the_ratio_of_means_with_the_bounds_of_fieller() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from scipy.stats import beta
 
+import compressor
 from compressor.answers.forms import TaskForm
 from compressor.answers.scores import AnsweredItem, ItemScores
 from compressor.answers.tasks import quiet_lm_eval
@@ -101,13 +102,13 @@ def test_logs_of_inspect_are_read_packed_and_as_json(run: Run, tmp_path: Path) -
     smaller = inspect_log(tmp_path / "b.json", {*range(3, 25), 28})
     (row,) = judged(base, smaller).tasks
     assert (row.task, row.metric, row.items, row.lost, row.gained) == ("gsm8k", "match", 30, 3, 1)
-    other = gate_results(base, smaller, GateOptions(tasks=("all",)), metric="other")
+    other = compressor.gate_results(str(base), smaller, metric="other")
     assert other.tasks[0].base == 0.25 and other.tasks[0].equivalent is False
     refused(
-        run("gate", "--results", base, inspect_log(tmp_path / "c.json", {1}, task_version=3)), "version of gsm8k is 2"
+        run("gate", "results", base, inspect_log(tmp_path / "c.json", {1}, task_version=3)), "version of gsm8k is 2"
     )
     base.write_bytes(base.read_bytes()[:-40])
-    refused(run("gate", "--results", base, smaller), "a.eval cannot be read")
+    refused(run("gate", "results", base, smaller), "a.eval cannot be read")
 
 
 def samples(folder: Path, rows: list[dict[str, Any]], date: str = "2026-01-02T03-04-05.678", **run: Any) -> Path:
@@ -133,25 +134,26 @@ def test_samples_that_differ_in_anything_but_the_model_are_refused_by_name(run: 
         "no number for each item under": samples(tmp_path / "g", [{"acc": "yes"}] * 20),
         "is empty; evaluate": samples(tmp_path / "h", []),
     }.items():
-        refused(run("gate", "--results", base, other, "-o", tmp_path / "out"), message)
+        refused(run("gate", "results", base, other, "-o", tmp_path / "out"), message)
     (file,) = (tmp_path / "same").glob("*.jsonl")
     file.write_text(file.read_text()[:-9])
-    refused(run("gate", "--results", base, file), "jsonl, line 20 is no whole JSON")
+    refused(run("gate", "results", base, file), "jsonl, line 20 is no whole JSON")
     (tmp_path / "empty").mkdir()
     (tmp_path / "some.txt").write_text("item,score")
     (tmp_path / "cut.csv").write_text("item,score\na,1\nb")
-    refused(run("gate", "--results", tmp_path / "empty", base), "empty has no results")
-    refused(run("gate", "--results", tmp_path / "some.txt", base), "some.txt")
-    refused(run("gate", "--results", tmp_path / "cut.csv", base), "cut.csv, line 3: the score is 'None'")
-    refused(run("gate", "--results", base, base, "--limit", 3), "leave out --limit")
+    refused(run("gate", "results", tmp_path / "empty", base), "empty has no results")
+    refused(run("gate", "results", tmp_path / "some.txt", base), "some.txt")
+    refused(run("gate", "results", tmp_path / "cut.csv", base), "cut.csv, line 3: the score is 'None'")
+    refused(run("gate", "results", base, base, "--limit", 3), "No such option: --limit; see .*gate results --help")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["gate.xml"]  # which has the error
 
 
-def test_recorded_results_need_no_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [("results",), ("--results",)])  # the second as it was written first
+def test_recorded_results_need_no_torch(words: tuple[str, ...], tmp_path: Path) -> None:
     same = table(tmp_path / "a.csv", {("t", str(number)): 1.0 for number in range(400)})
-    code = "import sys; from compressor.cli import main; sys.argv[1:] = ['gate', '--results', *sys.argv[1:]]\n"
+    code = "import sys; from compressor.cli import main; sys.argv[1:] = ['gate', *sys.argv[1:]]\n"
     code += "try: main.main()\nexcept SystemExit as end: print(end.code, 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code, same, same], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code, *words, same, same], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "0 False" and "equivalent within 0.01" in done.stdout
 
 
@@ -304,7 +306,7 @@ def test_an_odd_result_is_refused_by_its_place(
 ) -> None:
     (tmp_path / name).write_text(content)
     options = ["--metric", metric] if metric else []
-    done = run("gate", "--results", tmp_path / name, tmp_path / name, *options)
+    done = run("gate", "results", tmp_path / name, tmp_path / name, *options)
     refused(done, message)
     assert "Traceback" not in done.err and "object has no" not in done.err
 
@@ -313,8 +315,7 @@ def test_words_and_parts_of_scores_are_read(tmp_path: Path) -> None:
     words = enumerate(["yes", "No", "C"])
     entries = [{"id": number, "scores": {"m": {"value": {"x": word}}}} for number, word in words]
     (tmp_path / "a.json").write_text(json.dumps({"samples": entries}))
-    options = GateOptions(tasks=("all",))
-    (row,) = gate_results(tmp_path / "a.json", tmp_path / "a.json", options, metric="m.x").tasks
+    (row,) = gate_results(tmp_path / "a.json", tmp_path / "a.json", metric="m.x").tasks
     assert row.base == pytest.approx(2 / 3) and row.metric == "m.x"
 
 
@@ -335,7 +336,7 @@ def test_an_archive_is_read_up_to_a_bound(run: Run, tmp_path: Path) -> None:
             data[at + 24 : at + 28] = size.to_bytes(4, "little")
             changed += 1
         file.write_bytes(data)
-        refused(run("gate", "--results", file, file), message)
+        refused(run("gate", "results", file, file), message)
 
 
 def test_logs_of_inspect_in_zstandard_are_read(tmp_path: Path) -> None:
@@ -357,7 +358,7 @@ def test_a_log_in_zstandard_names_the_package_that_reads_it(run: Run, tmp_path: 
     at = data.find(b"PK\1\2")
     data[at + 10 : at + 12] = (93).to_bytes(2, "little")
     file.write_bytes(data)
-    refused(run("gate", "--results", file, file), r"pip install 'moe-compressor\[inspect\]'")
+    refused(run("gate", "results", file, file), r"pip install 'moe-compressor\[inspect\]'")
 
 
 @pytest.mark.full
@@ -396,6 +397,6 @@ def test_what_the_hashes_of_lm_eval_leave_out_is_compared(run: Run, tmp_path: Pa
         tracker.save_results_samples("boolq", logged)
     assert hashes["choices"] == hashes["delimiter"] == hashes["edited"] and hashes["written"] == hashes["longer"]
     for first, second in (("choices", "delimiter"), ("choices", "edited"), ("written", "longer")):
-        refused(run("gate", "--results", tmp_path / first, tmp_path / second), "12 items were asked by other prompts")
-    done = run("gate", "--results", tmp_path / "choices", tmp_path / "choices")
+        refused(run("gate", "results", tmp_path / first, tmp_path / second), "12 items were asked by other prompts")
+    done = run("gate", "results", tmp_path / "choices", tmp_path / "choices")
     assert "do not hold it: lm-eval's settings" in done.out

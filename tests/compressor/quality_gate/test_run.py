@@ -10,7 +10,7 @@ from compressor.answers.tasks import EvaluationTask
 from compressor.errors import CompressionError
 from compressor.quality_gate.options import GateOptions
 from compressor.quality_gate.report import power_blocks
-from compressor.quality_gate.run import FLIPS, GateRequest, analyse_power, passable
+from compressor.quality_gate.run import FLIPS, analyse_power, passable
 from compressor.quality_gate.statistics import at_most
 from scripts import simulate_gate
 
@@ -21,8 +21,8 @@ def task(name: str, *counts: int, aggregation: str = "mean") -> EvaluationTask:
     return EvaluationTask(name, "1", {name: part}, len(counts) > 1, None, counts)
 
 
-def asked(limit: int | None = None, **settings: Any) -> GateRequest:
-    return GateRequest(GateOptions(tasks=("t",), limit=limit, **settings))
+def asked(limit: int | None = None, **settings: Any) -> GateOptions:
+    return GateOptions(tasks=("t",), limit=limit, **settings)
 
 
 DEFAULT = (task("mmlu", *[246] * 57), task("boolq", 3270), task("openbookqa", 500), task("rte", 277))
@@ -86,7 +86,7 @@ RTE = [task("rte", 277)]
 
 
 @pytest.mark.parametrize(
-    ("request_", "tasks", "message"),
+    ("options", "tasks", "message"),
     [
         (asked(), RTE, r"277 items .* of no more than 0\.01; it takes at least 299 items \(name more tasks\), or"),
         (asked(20), DEFAULT[1:], r"60 items .*95%.* at least 299 items \(--limit 100\), or --max-drop 0\.049"),
@@ -94,9 +94,9 @@ RTE = [task("rte", 277)]
         (asked(max_drop=5e-324), DEFAULT, r"it takes --max-drop 0\.00017, or --inconclusive pass"),
     ],
 )
-def test_refusals_say_what_would_do(request_: GateRequest, tasks: list[EvaluationTask], message: str) -> None:
+def test_refusals_say_what_would_do(options: GateOptions, tasks: list[EvaluationTask], message: str) -> None:
     with pytest.raises(CompressionError, match=f"this gate could not even pass an identical model: .*{message}"):
-        passable(analyse_power(tasks, request_))
+        passable(analyse_power(tasks, options))
 
 
 def test_a_gate_that_may_stay_undecided_is_not_refused() -> None:
