@@ -39,7 +39,10 @@ RECIPE = "recipe.yaml"
 SAFETENSORS = "safetensors"  # the format that a run writes, and that every exporter reads
 MONE = "mone"  # the same with constants in the place of experts
 BUILT_IN = (SAFETENSORS, MONE)
-MODEL_FIELDS = ("model", "revision", "base", "base_revision")
+YAML_ORDER = (
+    *("model", "revision", "base", "base_revision", "calibration"),
+    *("seed", "dtype", "steps", "gate", "output"),
+)
 # of steps that options add
 USUAL_ORDER = ("prune", "constants", "routers", "distill", "quantize")
 UNEVEN_OPTIONS = ("budget", "experts_total")
@@ -313,31 +316,19 @@ def _with(options: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
 def recipe_yaml(recipe: Recipe) -> bytes:
     """Return the recipe as YAML, without defaults; sizes of the calibration text are always
     there."""
-    content: dict[str, Any] = {name: getattr(recipe, name) for name in MODEL_FIELDS}
+    content = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"steps"})
     content["calibration"] = recipe.calibration.model_dump(mode="json", exclude_none=True)
-    content |= {
-        "seed": recipe.seed or None,
-        "dtype": None if recipe.dtype == "auto" else recipe.dtype,
-    }
-    steps = []
+    content["steps"] = []
     for step in recipe.steps:
         options = step.model_dump(mode="json", exclude_defaults=True)
         correct = options.get("correct")
         if correct and correct.keys() == {"method"}:
             options["correct"] = correct["method"]
-        steps.append({step.name: options} if options else step.name)
-    content["steps"] = steps
-    gate = recipe.gate.model_dump(mode="json", exclude_defaults=True) if recipe.gate else {}
-    for name in ("prompts", "text", "answers"):
-        if name in gate:
-            gate[name] = [local_name(source) for source in gate[name]]
-    content["gate"] = gate
-    content["output"] = recipe.output.model_dump(mode="json", exclude_defaults=True)
-    stated = {
-        name: value
-        for name, value in content.items()
-        if value is not None and value not in ([], {})
-    }
+        content["steps"].append({step.name: options} if options else step.name)
+    gate = content.get("gate", {})
+    for name in gate.keys() & {"prompts", "text", "answers"}:
+        gate[name] = [local_name(source) for source in gate[name]]
+    stated = {name: content[name] for name in YAML_ORDER if content.get(name)}
     heading = ""
     if f"{GIVEN}:" in json.dumps([content["calibration"], content["steps"]]):
         heading = (
@@ -366,29 +357,19 @@ def _found_again(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     record = read_record(path.parent)
     if record is None:
         return content
-    known = (record.calibration or {}).get("sources")
-    texts = [
-        str(entry["source"])
-        for entry in known or ()
-        if isinstance(entry, dict) and "source" in entry
-    ]
+    known = (record.calibration or {}).get("sources", ())
+    texts = [str(entry["source"]) for entry in known]
     paths = {
         local_name(text): text for text in texts if os.path.exists(SourceSpec.parse(text).name)
     }
 
     def in_place(source: str) -> str:
-        name, sign, weight = source.rpartition("=")
-        return paths.get(source) or (
-            f"{paths[name]}={weight}" if sign and name in paths else source
-        )
+        name, _, weight = source.rpartition("=")
+        return f"{paths[name]}={weight}" if name in paths else paths.get(source, source)
 
     located = dict(content)
     for field, location in (("model", record.source), ("base", record.base)):
-        if (
-            location is not None
-            and os.path.isdir(location)
-            and content.get(field) == Path(location).name
-        ):
+        if location and os.path.isdir(location) and content.get(field) == Path(location).name:
             located[field] = location
     text = content.get("calibration")
     if isinstance(text, dict) and isinstance(text.get("data"), list):
@@ -436,7 +417,6 @@ def text_options(calibration: Mapping[str, Any] | None) -> TextOptions:
     if calibration is None:
         return TextOptions()
     named = without_folders(calibration)
-    requested = calibration.get("asked")
     entries = named.get("sources") or [{"source": named["source"]}]
     weights = [entry.get("weight", 1.0) for entry in entries]
     alike = all(weight == weights[0] for weight in weights) and not any(
@@ -446,11 +426,11 @@ def text_options(calibration: Mapping[str, Any] | None) -> TextOptions:
         entry["source"] if alike else f"{entry['source']}={weight!r}"
         for entry, weight in zip(entries, weights, strict=True)
     ]
-    sizes = requested if isinstance(requested, Mapping) else {}
+    sizes = calibration.get("asked") or {}
     options = {name: sizes[name] for name in ("samples", "sequence_length") if sizes.get(name)}
     emphasis = calibration.get("emphasis")
-    if isinstance(emphasis, Mapping):
-        options["emphasis"] = {name: entry.get("weight") for name, entry in emphasis.items()}
+    if emphasis:
+        options["emphasis"] = {name: entry["weight"] for name, entry in emphasis.items()}
     return TextOptions(data=tuple(sources), **options)
 
 

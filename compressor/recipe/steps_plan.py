@@ -49,14 +49,10 @@ class PlannedStep:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types without absent values; the decision is named `plan`."""
-        content: dict[str, Any] = {"name": self.name, "options": dict(self.options)}
-        if self.decision is not None:
-            content["plan"] = decision_to_dict(self.decision)
-        if self.result is not None:
-            content["result"] = dict(self.result)
-        if self.text is not None:
-            content["text"] = dict(self.text)
-        return content
+        decided = None if self.decision is None else decision_to_dict(self.decision)
+        given = {"plan": decided, "result": self.result, "text": self.text}
+        content = {"name": self.name, "options": self.options, **given}
+        return {name: value for name, value in content.items() if value is not None}
 
     @classmethod
     def from_dict(cls, content: Any, where: str = "steps") -> Self:
@@ -169,8 +165,8 @@ class Plan:
             **({} if self.base is None else {"base": asdict(self.base)}),
             "seed": self.seed,
             "dtype": self.dtype,
-            "calibration": None if self.calibration is None else dict(self.calibration),
-            "versions": dict(self.versions),
+            "calibration": self.calibration,
+            "versions": self.versions,
             "steps": [step.to_dict() for step in self.steps],
         }
 
@@ -183,8 +179,7 @@ class Plan:
         decisions."""
         steps = []
         for step in self.steps:
-            content = {} if step.decision is None else decision_to_dict(step.decision)
-            decided = dict(content)
+            decided = {} if step.decision is None else decision_to_dict(step.decision)
             if "split" in decided:
                 decided["split"] = {**decided["split"], "calibration": None}
             if "layers" in decided:
@@ -239,17 +234,14 @@ def decision_to_dict(decision: Decision) -> dict[str, Any]:
     """Return a step's decision as JSON, without absent values."""
     if not isinstance(decision, ExpertPlan):
         return dict(decision)
-    content: dict[str, Any] = {"experts": decision.experts}
+    names = ["experts"]
     if decision.has_constants:
-        content |= {name: getattr(decision, name) for name in ("format", "budget", "experts_total")}
-        content["figures"] = dict(decision.figures)
+        names += ["format", "budget", "experts_total", "figures"]
     if decision.protected:
-        content["protected"] = {
-            module: list(experts) for module, experts in decision.protected.items()
-        }
-    given = {name: getattr(decision, name) for name in ("split", "budget", "top_k", "mtp")}
-    content |= {name: value for name, value in given.items() if value is not None}
-    return {**content, "layers": [layer_to_dict(layer) for layer in decision.layers]}
+        names.append("protected")
+    content = {name: getattr(decision, name) for name in (*names, "split", "top_k", "mtp")}
+    given = {name: plain_json(value) for name, value in content.items() if value is not None}
+    return {**given, "layers": [layer_to_dict(layer) for layer in decision.layers]}
 
 
 def decision_from_dict(content: Any, name: str) -> Decision:
@@ -301,14 +293,11 @@ def layer_from_dict(entry: Any) -> LayerPlan:
         raise CompressionError(
             str(error) if str(error).startswith(module) else f"{module}: {error}"
         ) from error
-    grouped = plan.slots()
-    for expert in dropped:
-        if expert in grouped:
-            message = "is in a group and in 'dropped'; take it out of one of them"
-            raise CompressionError(f"{module}: expert {expert} {message}")
-        if expert not in range(plan.experts):
-            message = f"which does not exist; experts are numbered 0 to {plan.experts - 1}"
-            raise CompressionError(f"{module}: 'dropped' names expert {expert!r}, {message}")
+    for expert in {*dropped} - {*plan.dropped}:
+        raise CompressionError(
+            f"{module}: 'dropped' names expert {expert}, which is in a group, or does not exist; "
+            "take it out"
+        )
     return plan
 
 

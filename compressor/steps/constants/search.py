@@ -105,7 +105,7 @@ def measure(
     A resumed run reads them from `kept`, a folder whose name says what they were measured on.
     """
     layers = model.architecture.layers
-    paths = dict[str, Path]()
+    paths = {}
     if kept is not None:
         paths = {layer.name: kept / f"{layer.name}.safetensors" for layer in layers}
     if paths and all(read_metadata(path) is not None for path in paths.values()):

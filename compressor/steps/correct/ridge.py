@@ -178,7 +178,7 @@ def refit_down(layer: CutLayer, fit_rows: Tensor, heldout_rows: Tensor) -> None:
     # each block
     neurons = width_of(layer.experts)
     together = max(1, width // neurons)
-    blocks = list[tuple[range, slice]]()
+    blocks = []
     for first in range(0, layer.count, together):
         experts = range(first, min(first + together, layer.count))
         for begin in range(0, neurons, width):

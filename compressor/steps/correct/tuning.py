@@ -12,8 +12,7 @@ n tokens of a step, K top-k, H hidden, N experts.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,82 +30,54 @@ LEAST_SIZE = 1e-3  # of a tensor, where steps are relative to it
 
 
 class Adafactor:
-    """Adafactor for tensors that hold N experts' values, or as one the router's: torch's numbers
-    for each one alone.
+    """Adafactor for tensors that hold the values of N members: torch's numbers for each one
+    alone."""
 
-    Lists of tensors share operators, so that a step takes about as many for all as for one.
-    """
-
-    def __init__(self, *owners: Sequence[Tensor]) -> None:
-        """Take, of each owner, tensors of its members: [N, O, I], or [N, O] of vectors."""
-        self.owner_of = [number for number, values in enumerate(owners) for _ in values]
-        values = [value for tensors in owners for value in tensors]
-        self.values = [value if value.dim() == 3 else value[:, None] for value in values]
-        self.is_matrix = [value.dim() == 3 for value in values]
-        self.sizes = [math.prod(value.shape[1:]) for value in values]
-        device = values[0].device
-        self.steps = [
-            torch.zeros(len(tensors[0]) if tensors else 1, 1, 1, device=device)
-            for tensors in owners
-        ]
+    def __init__(self, values: Iterable[Tensor]) -> None:
+        """Take tensors [N, O, I], or [N, O] of vectors."""
+        self.steps: Tensor | float = 0.0  # of each member
+        self.values = []
         # running averages of the squared gradient's sums over the columns and rows of a matrix, or
         # of all of a vector
-        self.averages = list[Tensor]()
-        for value, is_matrix in zip(self.values, self.is_matrix, strict=True):
-            self.averages += [torch.zeros_like(value[:, :, :1])] * is_matrix + [
-                torch.zeros_like(value[:, :1])
-            ]
+        self.averages = []
+        for value in values:
+            wide = value.detach().view(len(value), -1, value.shape[-1])
+            self.values.append(wide)
+            rows = torch.zeros_like(wide[..., :1]) if value.dim() == 3 else None
+            self.averages.append((rows, torch.zeros_like(wide[:, :1])))
 
     @torch.no_grad()
-    def step(self, rate: float, reached: list[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Take a step for the members of each owner that are `reached` [N, 1, 1], 1 or 0; others
-        keep values and state.
+    def step(self, rate: float, reached: Tensor, gradients: Sequence[Tensor]) -> None:
+        """Take a step for the members that are `reached` [N, 1, 1], 1 or 0; others keep values and
+        state.
 
         `rate` is the most relative to a tensor's root mean square.
         """
-        torch._foreach_add_(self.steps, reached)
-        steps = torch._foreach_clamp_min(self.steps, 1)
-        decays = torch._foreach_pow(steps, DECAY)
-        torch._foreach_mul_(decays, reached)
-        rates = torch._foreach_pow(steps, -0.5)
-        torch._foreach_clamp_max_(rates, rate)
-        torch._foreach_mul_(rates, reached)
-        shaped = [
-            gradient.view_as(value) for gradient, value in zip(gradients, self.values, strict=True)
-        ]
-        # the averages of the squared gradients are updated, and gradients divided by their roots
-        sums = []
-        weights = []
-        for gradient, owner, is_matrix in zip(shaped, self.owner_of, self.is_matrix, strict=True):
-            sums += [vector_norm(gradient, dim=-1, keepdim=True)] * is_matrix
-            sums.append(vector_norm(gradient, dim=-2, keepdim=True))
-            weights += [decays[owner]] * (1 + is_matrix)
-        torch._foreach_pow_(sums, 2)
-        torch._foreach_lerp_(self.averages, sums, weights)
-        averages = iter(self.averages)
-        updates = []
-        for size, is_matrix in zip(self.sizes, self.is_matrix, strict=True):
-            if not is_matrix:
-                updates.append(next(averages).clone())
-                continue
-            rows = next(averages)
-            whole = rows.sum(1, keepdim=True).clamp_(min=EPSILON * size)
-            updates.append((rows * next(averages)).div_(whole))
-        torch._foreach_clamp_min_(updates, EPSILON**2)
-        torch._foreach_rsqrt_(updates)
-        torch._foreach_mul_(updates, shaped)
-        roots = [math.sqrt(size) for size in self.sizes]
-        sizes = [vector_norm(value, dim=(1, 2), keepdim=True) for value in self.values]
-        torch._foreach_maximum_(sizes, [LEAST_SIZE * root for root in roots])
-        torch._foreach_mul_(sizes, [rates[owner] for owner in self.owner_of])
-        norms = [vector_norm(update, dim=(1, 2), keepdim=True) for update in updates]
-        torch._foreach_maximum_(norms, roots)
-        torch._foreach_div_(sizes, norms)
-        torch._foreach_addcmul_(self.values, updates, sizes, value=-1)
+        self.steps = self.steps + reached
+        steps = self.steps.clamp(min=1)
+        decay = steps.pow(DECAY) * reached
+        rates = steps.pow(-0.5).clamp_(max=rate) * reached
+        for value, (rows, columns), gradient in zip(
+            self.values, self.averages, gradients, strict=True
+        ):
+            gradient = gradient.view_as(value)
+            size = math.prod(value.shape[1:])
+            root = math.sqrt(size)
+            # the averages are updated, and the gradient divided by their roots
+            columns.lerp_(vector_norm(gradient, dim=-2, keepdim=True).square_(), decay)
+            update = columns.clone()
+            if rows is not None:
+                rows.lerp_(vector_norm(gradient, dim=-1, keepdim=True).square_(), decay)
+                total = rows.sum(1, keepdim=True).clamp_(min=EPSILON * size)
+                update = (rows * columns).div_(total)
+            update.clamp_(min=EPSILON**2).rsqrt_().mul_(gradient)
+            length = vector_norm(value, dim=(1, 2), keepdim=True).clamp_(min=LEAST_SIZE * root)
+            norm = vector_norm(update, dim=(1, 2), keepdim=True).clamp_(min=root)
+            value.addcmul_(update, length.mul_(rates).div_(norm), value=-1)
 
 
-# of a group by number; which experts are reached [N, 1, 1], if any is
-Step = Callable[[int, list[Tensor]], None]
+# of a group by number; which of the layer's experts are reached [N, 1, 1]
+Step = Callable[[int, Tensor], None]
 
 
 def descend(
@@ -137,7 +108,7 @@ def descend(
         total.index_add_(0, positions, output.detach())
         outputs.append((positions, output))
     gradient = total.mul_((layer.token_weights(rows) * (2 / tokens)).unsqueeze(1))
-    for number, group in enumerate(layer.groups):
+    for number in range(len(groups)):
         is_last = number == len(groups) - 1
         # the last ones are a group's and the constants'
         parts = outputs if is_last else outputs[:1]
@@ -147,7 +118,17 @@ def descend(
         del outputs[:1]
         if is_last and gates is not weights and weights.requires_grad:
             weights.backward(gates.grad)
-        step(number, [reached[group], reached.amax(0, keepdim=True)])
+        step(number, reached)
+
+
+def _gradients(leaves: Iterable[Tensor]) -> list[Tensor]:
+    """Take the gradients off leaves, summed over all ranks; zeros where there are none."""
+    gradients = []
+    for leaf in leaves:
+        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        leaf.grad = None
+        gradients.append(ranks().all_reduce(gradient))
+    return gradients
 
 
 @torch.enable_grad()
@@ -176,13 +157,8 @@ def tune(
     for group in layer.groups:
         leaves = {name: value.data.requires_grad_() for name, value in layer.slices(group).items()}
         groups.append(leaves)
-    owned = [[list(leaves.values()), []] for leaves in groups]
-    owned[-1][1] = [value.requires_grad_() for value in router]
-    optimizers = []
-    for own, shared in owned:
-        optimizers.append(
-            Adafactor([leaf.data for leaf in own], [leaf.data[None] for leaf in shared])
-        )
+    optimizers = [Adafactor(leaves.values()) for leaves in groups]
+    router_optimizer = Adafactor(value.requires_grad_().data[None] for value in router)
     # the places of each step's tokens: passes over shuffled ones, without a remainder's short step
     generator = torch.Generator().manual_seed(seed)
     size = min(tokens, count)
@@ -197,13 +173,12 @@ def tune(
     for number, rows_now in enumerate(own_rows):
         now = rate * 0.5 * (1 + math.cos(math.pi * number / steps))
 
-        def step(group: int, reached: list[Tensor], now: float = now) -> None:
-            gradients = []
-            for leaf in chain(*owned[group]):
-                gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                leaf.grad = None
-                gradients.append(ranks().all_reduce(gradient))
-            optimizers[group].step(now, reached, gradients)
+        def step(group: int, reached: Tensor, now: float = now) -> None:
+            mine = reached[layer.groups[group]]
+            optimizers[group].step(now, mine, _gradients(groups[group].values()))
+            if group == len(groups) - 1:
+                any_reached = reached.amax(0, keepdim=True)
+                router_optimizer.step(now, any_reached, _gradients(router))
 
         if number % every == 0:
             layer.rebalance()

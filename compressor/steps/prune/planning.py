@@ -116,11 +116,11 @@ class Planner:
         rank_changes = self.rank_changes([spec.strategy for spec in specs])
         needs = self._modalities.union(*(spec.strategy.needs for spec in specs))
         seconds = [0.0] * len(specs)
-        by_layer = list[list[LayerPlan]]()
+        by_layer = []
         accepted = dict[str, Any]()
 
         def decide(stats: LayerStatistics) -> list[LayerPlan]:
-            decided = list[LayerPlan]()
+            decided = []
             for number, spec in enumerate(specs):
                 begin = time.perf_counter()
                 decided.append(_layer_plan(stats, spec, protected, rank_changes))
@@ -137,9 +137,9 @@ class Planner:
             del stats  # free the samples with the layer
         if files is not None:
             files.flush()
-        planned = list[Planned]()
+        planned = []
         for number, spec in enumerate(specs):
-            layers = list[LayerPlan]()
+            layers = []
             for layer in (plans[number] for plans in by_layer):
                 if layer.module in accepted:  # before anything is made smaller
                     layer = replace(

@@ -65,7 +65,7 @@ def with_list(protect: str | Sequence[Mapping[str, Any]] | None) -> Any:
     depend on the file."""
     if protector_of(protect) is not None:
         return protect
-    entries = list[dict[str, Any]]()
+    entries = []
     for entry in _entries(protect):
         entries.append({name: value for name, value in asdict(entry).items() if value is not None})
     return tuple(entries) or None
@@ -127,7 +127,7 @@ def strongest_that_fit(
     protected: dict[str, frozenset[int]] = {}
     for layer in layers:
         capacity = keep // layer.routing_groups
-        fitting = list[int]()
+        fitting = []
         for block in competing(layer):
             strongest = [
                 expert for module, expert in experts if module == layer.name and expert in block

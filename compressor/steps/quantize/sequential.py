@@ -124,7 +124,7 @@ class Quantizing(LayerVisitor):
 
     def _quantize_dense(self, dense: Sequence[Matrix], run: Callable[[], None]) -> None:
         device = self.writer.model.partial.device
-        totals = dict[str, Tensor]()
+        totals = {}
         for matrix in dense:
             totals[matrix.owner] = torch.zeros(matrix.columns, matrix.columns, device=device)
 
