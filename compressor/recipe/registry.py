@@ -113,7 +113,9 @@ def strategy_of(module: Any, name: str, settings: Mapping[str, Any] | None = Non
     )
     check_needs(needs | similarity_needs, name)
     summary = (module.__doc__ or "").strip().partition("\n")[0]
-    hooks = {hook: getattr(module, hook, None) for hook in ("similarity", "score", "check")}
+    hooks: dict[str, Any] = {
+        hook: getattr(module, hook, None) for hook in ("similarity", "score", "check")
+    }
     required = name, module.plan, needs, options, summary, correction
     return Strategy(*required, similarity_needs=similarity_needs, **hooks)
 

@@ -41,7 +41,7 @@ from compressor.statistics.statistics import LayerStatistics, collect
 from compressor.steps.correct.options import Correct
 from compressor.steps.correct.sequential import LayerWork, compress_sequentially
 from compressor.steps.cutting import CutFiles
-from compressor.steps.prune.protection import Protected
+from compressor.steps.prune.planning import Protected
 from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
 PROBED = 4096  # held-out tokens that curves are measured on, at least

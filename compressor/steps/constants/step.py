@@ -60,8 +60,13 @@ from compressor.steps.correct.sequential import (
 )
 from compressor.steps.cutting import Conversion, CutFiles
 from compressor.steps.job import check_plan, files_with, left_out_of, stored_partial
-from compressor.steps.prune.planning import Planner, protected_experts
-from compressor.steps.prune.protection import given_protected, listed, with_list
+from compressor.steps.prune.planning import (
+    Planner,
+    given_protected,
+    listed,
+    protected_experts,
+    with_list,
+)
 from compressor.steps.step import Requirements, State, Step
 from compressor.steps.tensors import (
     Named,

@@ -194,9 +194,8 @@ class Recording:
 
     def positions(self, heldout: bool) -> Tensor:
         """Return the positions [n] of the tokens that are held out, or of the others."""
-        is_heldout = torch.isin(
-            self.batches, torch.tensor([*self.calibration.heldout], dtype=torch.int64)
-        )
+        numbers = torch.tensor([*self.calibration.heldout], dtype=torch.int64)
+        is_heldout = torch.isin(self.batches, numbers)
         return (is_heldout == heldout).nonzero().flatten()
 
     def places(self, rows: Tensor) -> tuple[Tensor, int]:
@@ -264,9 +263,8 @@ class CutLayer:
         }
         self.count = len(self.parameters["down_proj"])
         # the median over all ranks' tokens of weighted ||y||^2; the mean where most are 0
-        energies = torch.zeros(len(recording.outputs))
-        for rows in torch.arange(len(energies)).split(CHUNK):
-            energies[rows] = recording.outputs[rows].float().square().sum(-1).cpu()
+        chunks = recording.outputs.split(CHUNK)
+        energies = torch.cat([chunk.float().square().sum(-1).cpu() for chunk in chunks])
         all_energies = torch.cat(ranks().all_gather(energies * recording.weights.cpu()))
         typical = 1.0
         if len(all_energies):

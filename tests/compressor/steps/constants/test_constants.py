@@ -29,7 +29,7 @@ from compressor.steps.constants.search import (
     substitutes_of,
 )
 from compressor.steps.correct.cut_layer import CutLayer, Recording, RefittedConstants
-from compressor.steps.correct.ridge import refit_constants
+from compressor.steps.correct.refit import refit_constants
 from tests.support import opened_models
 
 

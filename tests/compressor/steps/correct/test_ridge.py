@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compressor.steps.correct import ridge
-from compressor.steps.correct.ridge import refit_down
+from compressor.steps.correct.refit import refit_down
 from tests.support import zoo
 from tests.support.cut_layers import CutCase, cut_again, cut_case, plain_error, put_in, stock_output, token_weights
 from tests.support.stock_models import activations

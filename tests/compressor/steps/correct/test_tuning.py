@@ -6,7 +6,7 @@ from torch import Tensor
 
 from compressor.steps.correct import cut_layer
 from compressor.steps.correct.cut_layer import CutLayer
-from compressor.steps.correct.tuning import Adafactor, descend, tune
+from compressor.steps.correct.refit import Adafactor, descend, tune
 from tests.support.cut_layers import CutCase, cut_again, cut_case, plain_error, put_in, stock_output
 
 
