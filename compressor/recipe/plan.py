@@ -15,6 +15,7 @@ from compressor.model.moe_layer import MoeLayer, check_count
 if TYPE_CHECKING:  # plans are read without torch
     from compressor.model.opened import OpenModel
 
+Json = Mapping[str, Any]  # an object
 SUM_TOLERANCE = 1e-6
 LARGEST = (2 - 2**-23) * 2.0**127
 SMALLEST = 2.0**-126  # that float32 holds in full, in which experts are mixed
@@ -94,7 +95,7 @@ class LayerPlan:
     experts_per_group: int = 1
     upstream: str = "original"  # what the earlier layers were while this one was planned
     decided_by: str = ""  # the statistic that decided
-    figures: Mapping[str, Any] = field(default_factory=dict)
+    figures: Json = field(default_factory=dict)
     # experts for which a constant stands; the router keeps all its rows then
     constants: tuple[int, ...] = ()
 
@@ -178,7 +179,7 @@ class LayerPlan:
         return tuple(slots.get(expert, -1) for expert in range(self.experts))
 
 
-def correction_of(layer: LayerPlan) -> Mapping[str, Any]:
+def correction_of(layer: LayerPlan) -> Json:
     """Return a layer's figures of its correction; empty if there are none."""
     figures = layer.figures.get("correction")
     return figures if isinstance(figures, Mapping) else {}
@@ -219,7 +220,7 @@ class ExpertPlan:
     # by module, ascending: stay as they are
     protected: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     # of each of the input's experts into several, which are then the experts of the layers
-    split: Mapping[str, Any] | None = None
+    split: Json | None = None
     # experts that a token is routed to in the output, where they are fewer than before
     top_k: int | None = None
     # what is done with multi-token-prediction heads that are understood
@@ -228,7 +229,7 @@ class ExpertPlan:
     budget: str | None = None  # of constants: even or uneven over layers
     experts_total: int | None = None  # that stay beside constants, over all layers
     # of how constants were divided over layers
-    figures: Mapping[str, Any] = field(default_factory=dict)
+    figures: Json = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.split is not None and self.split.get("parts") != 1:
@@ -317,7 +318,7 @@ class ExpertPlan:
         )
 
 
-def check_split(split: Mapping[str, Any]) -> None:
+def check_split(split: Json) -> None:
     """Raise `CompressionError` for an entry that cannot be of any model."""
     neurons = split.get("neurons")
     if split.get("parts") not in range(2, MOST_PARTS + 1) or not isinstance(neurons, Mapping):
@@ -327,14 +328,14 @@ def check_split(split: Mapping[str, Any]) -> None:
         )
 
 
-def describe_split(split: Mapping[str, Any]) -> str:
+def describe_split(split: Json) -> str:
     """Return a sentence on the split of every expert."""
     how = "by what they do on text" if split.get("calibration") else "by the norms of their weights"
     neurons = f", neurons dealt out {how}" if "calibration" in split else ""
     return f"each of {split.get('experts')} experts into {split.get('parts')} parts{neurons}"
 
 
-def parts_of(split: Mapping[str, Any] | None) -> int:
+def parts_of(split: Json | None) -> int:
     """Parts that each expert became; 1 without a split."""
     return 1 if split is None else int(split["parts"])
 

@@ -31,6 +31,7 @@ from compressor.model.loaded import LoadedModel
 from compressor.options import Options, separated, validated
 from compressor.plain_yaml import read_yaml, yaml_text
 from compressor.quality_gate.options import GateOptions
+from compressor.recipe.plan import Json
 from compressor.recipe.step import StepOptions, TextOptions
 from compressor.recipe.steps_plan import Plan
 from compressor.run_record import read_record
@@ -168,7 +169,7 @@ class Recipe(ModelOptions):
         return tuple(_step(entry, number) for number, entry in enumerate(value))
 
     @classmethod
-    def of(cls, content: Mapping[str, Any], where: str = "the recipe") -> Self:
+    def of(cls, content: Json, where: str = "the recipe") -> Self:
         """A recipe from plain values; raises `CompressionError` naming the place of what is
         wrong."""
         return validated(cls, content, where, f"{where} has no field")
@@ -193,7 +194,7 @@ def step_class(name: str, location: str = "") -> type[StepOptions]:
     return kind
 
 
-def make_step(name: str, options: Mapping[str, Any], location: str = "") -> StepOptions:
+def make_step(name: str, options: Json, location: str = "") -> StepOptions:
     """Return a step with these options; raises `CompressionError` naming the option that is unknown
     or impossible."""
     if name == "prune" and options.keys() & UNEVEN_OPTIONS:
@@ -238,7 +239,7 @@ def default_steps(constants: bool = False, **options: Any) -> tuple[StepOptions,
     return with_values(Recipe(steps=first_steps(values, constants)), values).steps
 
 
-def first_steps(values: Mapping[str, Any], constants: bool) -> tuple[StepOptions, ...]:
+def first_steps(values: Json, constants: bool) -> tuple[StepOptions, ...]:
     """Return the steps that these values, by path, change: prune, as it is by default, unless only
     a quantisation is asked for, or constants."""
     if constants:
@@ -249,7 +250,7 @@ def first_steps(values: Mapping[str, Any], constants: bool) -> tuple[StepOptions
     return (make_step("prune", {"split": "auto", "correct": "auto"}),)
 
 
-def with_values(recipe: "Recipe", values: Mapping[str, Any]) -> "Recipe":
+def with_values(recipe: "Recipe", values: Json) -> "Recipe":
     """Return the recipe with these values, by path, such as `prune.correct.steps`; a step that it
     lacks is put in its usual place.
 
@@ -301,7 +302,7 @@ def with_values(recipe: "Recipe", values: Mapping[str, Any]) -> "Recipe":
     return Recipe.of({**content, "steps": steps}, "the command line")
 
 
-def _with(options: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
+def _with(options: Json, path: str, value: Any) -> dict[str, Any]:
     """Return the options with a value at a path; `correct: ridge` is short for its method."""
     name, _, inner = path.partition(".")
     old = options.get(name)
@@ -412,7 +413,7 @@ def on_text(name: str, options: dict[str, Any], text: TextOptions) -> StepOption
     return make_step(name, options)
 
 
-def text_options(calibration: Mapping[str, Any] | None) -> TextOptions:
+def text_options(calibration: Json | None) -> TextOptions:
     """Sources and sizes that a text was read with, folders left out; the default where none was."""
     if calibration is None:
         return TextOptions()

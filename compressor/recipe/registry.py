@@ -1,6 +1,6 @@
 """The contract of strategies and exporters, to which every plugin is held."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -9,7 +9,7 @@ import torch
 from compressor.entry_points import EXPORTERS, STRATEGIES, load, working
 from compressor.errors import CompressionError, reason_of
 from compressor.options import NamedOptions, validated
-from compressor.recipe.plan import LayerPlan
+from compressor.recipe.plan import Json, LayerPlan
 from compressor.statistics.statistics import LayerStatistics, check_needs
 from compressor.tolerance import rounded
 
@@ -87,13 +87,13 @@ class Strategy:
         return plan
 
 
-def load_strategy(name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
+def load_strategy(name: str, settings: Json | None = None) -> Strategy:
     """Load a strategy with its options; raises `CompressionError` for an unknown name, option or
     need."""
     return strategy_of(load(STRATEGIES, name), name, settings)
 
 
-def strategy_of(module: Any, name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
+def strategy_of(module: Any, name: str, settings: Json | None = None) -> Strategy:
     """Return the strategy that a module is, with its options; raises `CompressionError` for what is
     none."""
     what = f"strategy {name!r}"
@@ -108,9 +108,10 @@ def strategy_of(module: Any, name: str, settings: Mapping[str, Any] | None = Non
         raise CompressionError(f"{what} is no plugin: {message}")
     if hasattr(module, "needs"):
         needs = module.needs(options)
-    similarity_needs = (
-        module.similarity_needs(options) if hasattr(module, "similarity_needs") else needs
-    )
+    similarity_needs = needs
+    if hasattr(module, "similarity_needs"):
+        similarity_needs = module.similarity_needs(options)
+    needs |= getattr(options, "merge_needs", frozenset())
     check_needs(needs | similarity_needs, name)
     summary = (module.__doc__ or "").strip().partition("\n")[0]
     hooks: dict[str, Any] = {
@@ -145,13 +146,13 @@ def load_exporter(name: str) -> Any:
     return module
 
 
-def exporter_options(name: str, settings: Mapping[str, Any] | None = None) -> Any:
+def exporter_options(name: str, settings: Json | None = None) -> Any:
     """Return an exporter's options with these settings, None where it has none; raises
     `CompressionError`."""
     return _plugin_options(f"exporter {name!r}", load_exporter(name), settings or {})
 
 
-def _plugin_options(what: str, module: Any, settings: Mapping[str, Any]) -> Any:
+def _plugin_options(what: str, module: Any, settings: Json) -> Any:
     """Return the `Options` of a module with these settings, None where it has none; `what` names
     it in a `CompressionError`."""
     kind = getattr(module, "Options", NamedOptions)

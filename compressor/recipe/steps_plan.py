@@ -19,6 +19,7 @@ from compressor.recipe.plan import (
     LAYER_FACTS,
     ExpertPlan,
     Group,
+    Json,
     LayerPlan,
     Source,
 )
@@ -29,7 +30,7 @@ PRUNE = "prune"
 CONSTANTS = "constants"
 QUANTIZE = "quantize"
 MOST_EXPERTS = 2**12  # of a layer: more than any has
-Decision = ExpertPlan | Mapping[str, Any]  # on experts, or any other as JSON
+Decision = ExpertPlan | Json  # on experts, or any other as JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +38,10 @@ class PlannedStep:
     """A step in a plan: its options, decision and result; None before they exist."""
 
     name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Json = field(default_factory=dict)
     decision: Decision | None = None
-    result: Mapping[str, Any] | None = None
-    text: Mapping[str, Any] | None = None  # identity of a text of its own
+    result: Json | None = None
+    text: Json | None = None  # identity of a text of its own
 
     @property
     def expert_plan(self) -> ExpertPlan | None:
@@ -58,7 +59,7 @@ class PlannedStep:
     def from_dict(cls, content: Any, where: str = "steps") -> Self:
         """Read a step back; raises `CompressionError` saying what is missing, unknown or
         impossible."""
-        fields = value_as(content, Mapping[str, Any], where)
+        fields = value_as(content, Json, where)
         decided = fields.pop("plan", None)
         step = read_as(cls, fields, where, closed=True)
         return (
@@ -75,7 +76,7 @@ class Plan:
     source: Source
     steps: tuple[PlannedStep, ...]
     # identity of the text: sources, sizes, digests; None: none was read
-    calibration: Mapping[str, Any] | None = None
+    calibration: Json | None = None
     seed: int = 0
     dtype: str = "auto"  # for computing
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -127,7 +128,7 @@ class Plan:
         return self.pruning is not None and bool(self.pruning.options.get("sequential"))
 
     @property
-    def split(self) -> Mapping[str, Any] | None:
+    def split(self) -> Json | None:
         """The split of the source's experts; None if they stayed whole."""
         plans = [step.expert_plan for step in self.steps if step.expert_plan is not None]
         splits = [plan.split for plan in plans if plan.split and plan.split.get("parts") != 1]
@@ -194,7 +195,7 @@ class Plan:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     @classmethod
-    def from_dict(cls, content: Mapping[str, Any], where: str = "plan") -> Self:
+    def from_dict(cls, content: Json, where: str = "plan") -> Self:
         """Read a plan back; raises `CompressionError` saying what is missing, unknown or
         impossible."""
         if content.get("format") != FORMAT:
@@ -207,7 +208,7 @@ class Plan:
             others = {name: value for name, value in content.items() if name != "format"}
             plan = read_as(cls, {**others, "steps": []}, closed=True)
             sources = (plan.calibration or {}).get("sources", [])
-            for source in value_as(sources, tuple[Mapping[str, Any], ...], "calibration's sources"):
+            for source in value_as(sources, tuple[Json, ...], "calibration's sources"):
                 value_as(source.get("source"), str, "calibration's source")
             read = [
                 PlannedStep.from_dict(entry, f"steps[{number}]")
@@ -247,7 +248,7 @@ def decision_to_dict(decision: Decision) -> dict[str, Any]:
 def decision_from_dict(content: Any, name: str) -> Decision:
     """Return the decision of the step of that name from JSON; one with layers is on experts."""
     where = f"the plan of {name}"
-    decision: Mapping[str, Any] = value_as(content, Mapping[str, Any], where)
+    decision: Json = value_as(content, Json, where)
     layers = decision.get("layers")
     if isinstance(layers, list):
         decision = {**decision, "layers": [layer_from_dict(entry) for entry in layers]}
@@ -277,7 +278,7 @@ def layer_to_dict(plan: LayerPlan) -> dict[str, Any]:
 def layer_from_dict(entry: Any) -> LayerPlan:
     """Return a layer's plan from JSON; raises `CompressionError` naming the layer and what is
     wrong."""
-    content = value_as(entry, Mapping[str, Any], "layers")
+    content = value_as(entry, Json, "layers")
     module = str(content.get("module", "layers"))
     if value_as(content.get("experts"), int, f"{module}.experts") > MOST_EXPERTS:
         raise CompressionError(

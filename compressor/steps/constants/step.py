@@ -135,12 +135,7 @@ class ConstantsStep(Step[Constants]):
         options = self.options
         total = sum(layer.experts for layer in layers)
         count = len(layers)
-        given = [
-            value
-            for value in (options.experts, options.ratio, options.experts_total)
-            if value is not None
-        ]
-        if len(given) != 1:
+        if (options.experts, options.ratio, options.experts_total).count(None) != 2:
             raise CompressionError(
                 "say how many experts to keep: one of --experts N, --ratio R and --experts-total N"
             )

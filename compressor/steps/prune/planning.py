@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -109,9 +109,11 @@ def given_protected(
     protected: dict[str, frozenset[int]] = {layer.name: frozenset() for layer in layers}
     for number, entry in enumerate(_entries(protect), start=1):
         where = f"protect, entry {number}: "
-        inside = [layer for layer in layers if layer.index == entry.layer]
-        if entry.module is not None:
-            inside = [layer for layer in inside if layer.name == entry.module]
+        inside = [
+            layer
+            for layer in layers
+            if layer.index == entry.layer and entry.module in (None, layer.name)
+        ]
         if not inside:
             known = ranges(dict.fromkeys(layer.index for layer in layers), " to ", ", ")
             named = "" if entry.module is None else f" called {entry.module!r}"
@@ -309,12 +311,10 @@ class Planner:
         needs = spec.strategy.needs | self._modalities
         work = LayerWork(spec.experts, decide, needs, correction or UNCORRECTED, self.seed)
         run = (self.model, work, self.calibration, self.progress, files)
-        with ExitStack() as stack:
-            probe = None
-            if files is not None and correction is not None and not spec.heads:
-                probe = stack.enter_context(
-                    comparing(self.model, files, self.calibration.heldout_batches)
-                )
+        compared: AbstractContextManager[HeldoutProbe | None] = nullcontext()
+        if files is not None and correction is not None and not spec.heads:
+            compared = comparing(self.model, files, self.calibration.heldout_batches)
+        with compared as probe:
             layers = compress_sequentially(*run, probe, "plan in order", spec.heads)
         return self._plan(spec, layers, protected)
 
