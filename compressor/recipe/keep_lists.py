@@ -18,7 +18,7 @@ from compressor.data.sources import WeightedSource
 from compressor.errors import CompressionError, ItemError
 from compressor.recipe.plan import Json
 from compressor.recipe.steps_plan import MOST_EXPERTS
-from compressor.records import Finite, read_json, value_as
+from compressor.records import read_json, value_as
 
 LAYER = re.compile(r"(?:main_|(?:.+\.)?layers\.)?(\d+)(?:\..+)?")
 SALIENCY = "reap"
@@ -111,20 +111,17 @@ def _saliencies(path: Path) -> dict[str, list[int]]:
     order = dict[str, list[int]]()
     for layer, statistics in content.items() if isinstance(content, dict) else ():
         scores = statistics.get(SALIENCY) if isinstance(statistics, dict) else None
-        is_number = isinstance(layer, int) or (isinstance(layer, str) and layer.isdecimal())
         if not (
-            is_number
+            str(layer).isdecimal()
             and isinstance(scores, torch.Tensor)
             and scores.dim() == 1
             and len(scores) <= MOST_EXPERTS
+            and scores.isfinite().all()
         ):
             shown = reprlib.repr(layer)
             raise CompressionError(
-                f"{path}: {shown} should be a layer's number with its {SALIENCY}; {HINT}"
+                f"{path}: {shown} should be a layer's number with its finite {SALIENCY}; {HINT}"
             )
-        for expert, score in enumerate(scores.tolist()):
-            subject = f"{path}: the {SALIENCY} of layer {layer}, expert {expert},"
-            value_as(score, Finite, subject)
         _add(order, path, str(layer), scores.argsort(descending=True, stable=True).tolist())
     if not order:
         raise CompressionError(f"{path} holds no observations of REAP; {HINT}")

@@ -41,19 +41,19 @@ SAFETENSORS = "safetensors"  # the format that a run writes, and that every expo
 MONE = "mone"  # the same with constants in the place of experts
 BUILT_IN = (SAFETENSORS, MONE)
 YAML_ORDER = (
-    *("model", "revision", "base", "base_revision", "calibration"),
-    *("seed", "dtype", "steps", "gate", "output"),
+    "model",
+    "revision",
+    "base",
+    "base_revision",
+    "calibration",
+    "seed",
+    "dtype",
+    "steps",
+    "gate",
+    "output",
 )
 # of steps that options add
 USUAL_ORDER = ("prune", "constants", "routers", "distill", "quantize")
-UNEVEN_OPTIONS = ("budget", "experts_total")
-UNEVEN_LAYERS = (
-    "layers can keep different numbers of experts only with constants (--format mone, which vLLM "
-    "serves); stock "
-    "checkpoints, ONNX graphs and GGUF files have one number for all layers"
-)
-# steps of the first recipes, which are options of prune and constants now
-MOVED = {"split": "split: 2", "correct": "correct: ridge"}
 # names of options of `compress`, in Python and on the command line, for paths in the recipe; a
 # field of prune is named by itself
 SHORT_NAMES = {
@@ -178,12 +178,6 @@ class Recipe(ModelOptions):
 def step_class(name: str, location: str = "") -> type[StepOptions]:
     """Return the options of a step by its name; raises `CompressionError` for one that is not
     installed, or is none."""
-    if name in MOVED:
-        where = f"{location}: " if location else ""
-        raise CompressionError(
-            f"{where}{name} is an option of prune and constants; write prune: {{ratio: 0.25, "
-            f"{MOVED[name]}}}, or --set prune.{name}"
-        )
     kind = load(STEPS, name, location)
     if (
         not (isinstance(kind, type) and issubclass(kind, StepOptions))
@@ -197,10 +191,6 @@ def step_class(name: str, location: str = "") -> type[StepOptions]:
 def make_step(name: str, options: Json, location: str = "") -> StepOptions:
     """Return a step with these options; raises `CompressionError` naming the option that is unknown
     or impossible."""
-    if name == "prune" and options.keys() & UNEVEN_OPTIONS:
-        raise CompressionError(
-            f"{location or name}: {UNEVEN_LAYERS}; use the step constants, or leave the budget out"
-        )
     where, at = (f"{location}: {name}", f" at {location}") if location else (name, "")
     return validated(step_class(name, location), options, where, f"step {name} has no option", at)
 
@@ -259,7 +249,8 @@ def with_values(recipe: "Recipe", values: Json) -> "Recipe":
     names = [step.name for step in recipe.steps]
     if "constants" not in names and any(path.startswith("constants.") for path in values):
         raise CompressionError(
-            f"--budget and --experts-total: {UNEVEN_LAYERS}; pass --format mone, or leave them out"
+            "--budget and --experts-total: layers can keep different numbers of experts only with "
+            "constants, which vLLM serves; pass --format mone, or leave them out"
         )
     content = dict(recipe)
     of_steps = dict[str, dict[str, Any]]()

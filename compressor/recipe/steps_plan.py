@@ -111,33 +111,38 @@ class Plan:
         return next((step for step in reversed(self.steps) if step.expert_plan is not None), None)
 
     @property
+    def _asked(self) -> Json:
+        """Options of that step."""
+        return {} if self.pruning is None else self.pruning.options
+
+    @property
     def strategy(self) -> str:
         """The strategy of the last step that chose experts."""
-        if self.pruning is None or self.pruning.options.get("ratio") == 0:
+        if self.pruning is None or self._asked.get("ratio") == 0:
             return KEPT_WHOLE
-        return str(self.pruning.options.get("strategy", self.pruning.name))
+        return str(self._asked.get("strategy", self.pruning.name))
 
     @property
     def strategy_options(self) -> dict[str, Any]:
         """Options of the strategy."""
-        return {} if self.pruning is None else dict(self.pruning.options.get("options") or {})
+        return dict(self._asked.get("options") or {})
 
     @property
     def sequential(self) -> bool:
         """True if each layer was planned on what the compressed earlier ones output."""
-        return self.pruning is not None and bool(self.pruning.options.get("sequential"))
+        return bool(self._asked.get("sequential"))
 
     @property
     def split(self) -> Json | None:
         """The split of the source's experts; None if they stayed whole."""
         plans = [step.expert_plan for step in self.steps if step.expert_plan is not None]
-        splits = [plan.split for plan in plans if plan.split and plan.split.get("parts") != 1]
-        return splits[0] if splits else None
+        splits = (plan.split for plan in plans if plan.split and plan.split.get("parts") != 1)
+        return next(splits, None)
 
     @property
     def correction(self) -> dict[str, Any] | None:
         """The correction in the step that decided on experts; None if there was none."""
-        asked = {} if self.pruning is None else self.pruning.options.get("correct") or {}
+        asked = self._asked.get("correct") or {}
         return {**asked, "dtype": self.dtype} if asked.get("method", "none") != "none" else None
 
     @property

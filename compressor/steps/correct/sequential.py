@@ -8,7 +8,6 @@ A guard lowers each layer's error, and all corrections together can still take t
 from its base. So layers with and without corrections are compared side by side at the model's
 output. Corrected ones are the default; undoing them must be a gain."""
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -23,7 +22,6 @@ from compressor.devices import as_float64
 from compressor.distributed import ranks
 from compressor.divergence.evaluator import FEWEST, Difference, Evaluator, HeldoutProbe
 from compressor.errors import CompressionError
-from compressor.files import write_whole
 from compressor.memory import give_back
 from compressor.model.architecture import head_of
 from compressor.model.constant_experts import SUFFIX, Substitutes
@@ -42,7 +40,6 @@ from compressor.model.streaming import (
 from compressor.model.substitution import SmallerModel, Substitution
 from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan, LayerPlan
-from compressor.records import read_as, read_object
 from compressor.statistics.statistics import (
     CalibrationCollector,
     LayerStatistics,
@@ -54,6 +51,7 @@ from compressor.steps.correct.options import Correct
 from compressor.steps.correct.refit import correct_layer
 from compressor.steps.cutting import CutFiles, Tensors, cut_keys, cut_layers
 from compressor.steps.step import Requirements
+from compressor.tensor_cache import read_metadata, save_tensors
 
 TOWARD = 0.5  # the default share of the way to the base's own hidden states
 BENT = 0.25  # share by which twice an output may move the hidden states otherwise than twice as far
@@ -169,7 +167,7 @@ COMPRESSED = "compressed"  # what the earlier layers were while a layer was plan
 HELDOUT_BUDGET = 2**28  # bytes of outputs that wait behind a layer
 CORRECTED, UNDONE = range(2)  # variants of a comparison
 # beside the cut layers: the measurement, for a run that resumes this one
-EVALUATED = "evaluated.json"
+EVALUATED = "evaluated.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -585,13 +583,11 @@ def comparing(
             yield probe
         undoing = Difference.of(probe.figures[CORRECTED].kl, probe.figures[UNDONE].kl)
     if ranks().is_first:
-        write_whole(files.folder / EVALUATED, json.dumps(asdict(undoing)))
+        save_tensors(files.folder / EVALUATED, {}, asdict(undoing))
 
 
 def read_difference(files: CutFiles) -> Difference | None:
     """Return the difference that an earlier run measured; None if it is not there, or cannot be
     read."""
-    try:
-        return read_as(Difference, read_object(files.folder / EVALUATED))
-    except (OSError, CompressionError):
-        return None
+    figures = read_metadata(files.folder / EVALUATED)
+    return None if figures is None else Difference(**figures)
