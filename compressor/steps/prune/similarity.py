@@ -153,7 +153,7 @@ def _centred(outputs: Tensor) -> Callable[[int, slice], Tensor]:
     """Return a reader of an expert's centred outputs, over their Frobenius norm, as CKA ignores
     scale."""
     _refuse_not_finite("outputs", outputs)
-    spread = []
+    spread = list[tuple[Tensor, Tensor, Tensor]]()
     for output in outputs:
         # Offsets from the first token are exactly 0 when the output never varies; a plain mean
         # would round.
