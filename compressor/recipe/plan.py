@@ -138,8 +138,8 @@ class LayerPlan:
             homes = {expert // size for expert in group.members}
             if homes != {slot // kept}:
                 yield (
-                    f"group {list(group.members)} has a place of routing group {slot // kept}; keep "
-                    "equally many experts of each routing group, in order, and mix none"
+                    f"group {list(group.members)} has a place of routing group {slot // kept}; "
+                    "keep equally many experts of each routing group, in order, and mix none"
                 )
 
     @classmethod

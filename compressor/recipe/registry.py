@@ -1,6 +1,6 @@
 """The contract of strategies and exporters, to which every plugin is held."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -48,15 +48,6 @@ class Strategy:
             )
         return replace(self, balances=sources == "worst")
 
-    def _shares(self, sources: Sequence[LayerStatistics], arguments: Sequence[Any]) -> torch.Tensor:
-        """Return the experts' shares of each source's score: [N, E]; 0 for a source without any."""
-        assert self.score is not None
-        shares = []
-        for source in sources:
-            scores = rounded(self.score(source, *arguments)).cpu()
-            shares.append(scores / (float(scores.sum()) or 1.0))
-        return torch.stack(shares)
-
     def plan_layer(
         self, statistics: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()
     ) -> LayerPlan:
@@ -65,8 +56,13 @@ class Strategy:
         layer = statistics.layer
         arguments = [] if self.options is None else [self.options]
         try:
-            if self.balances and statistics.sources:
-                statistics = replace(statistics, shares=self._shares(statistics.sources, arguments))
+            if self.balances and self.score and statistics.sources:
+                # the experts' shares of each source's score, 0 for a source without any
+                shares = []
+                for source in statistics.sources:
+                    scores = rounded(self.score(source, *arguments)).cpu()
+                    shares.append(scores / (float(scores.sum()) or 1.0))
+                statistics = replace(statistics, shares=torch.stack(shares))
             plan = self.plan(statistics, keep, protected, *arguments)
         except CompressionError:
             raise
