@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compressor.errors import CompressionError
@@ -61,6 +61,7 @@ json_values = st.recursive(
 )
 
 
+@settings(max_examples=30)
 @given(st.dictionaries(st.text(), json_values, max_size=4))
 def test_readable_json_is_the_same_json(content: dict[str, Any]) -> None:
     assert json.loads(readable_json(content)) == content
