@@ -218,8 +218,8 @@ def test_experts_that_two_layers_share_are_refused(name: str, tmp_path: Path) ->
     ("name", "method", "dtype"),
     [
         ("mixtral-tied", "none", "float32"),
-        ("zaya", "none", "float32"),
-        ("gpt_oss", "tune", "float32"),
+        zoo.full("zaya", "none", "float32"),
+        zoo.full("gpt_oss", "tune", "float32"),
         ("deepseek_v4", "tune", "float32"),
         ("gemma4", "ridge", "float32"),
         ("mixtral", "tune", "bfloat16"),
