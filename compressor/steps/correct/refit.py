@@ -50,6 +50,17 @@ TOKENS = 32_768  # fitted on at most
 SWEEPS = 2  # over the blocks, where there are several
 PENALTIES = (1e-3, 1e-2, 1e-1, 1.0)  # times the normal matrix's mean diagonal
 CONSTANT_PENALTIES = (1e-6, *PENALTIES)
+DECAY = -0.8  # of the running averages, as a power of the step
+EPSILON = torch.finfo(torch.float32).eps  # the least mean of a squared gradient
+BALANCED = 8  # times that the weights of sources change
+LEAST_SIZE = 1e-3  # of a tensor, where steps are relative to it
+MOST_RATE = 0.03
+ROUNDS = 3  # of ridge with weights of sources, after the one without
+STEPS_OF: Mapping[str, tuple[str, ...]] = {  # of each method; a step that lowers no error is undone
+    NONE: (),
+    "ridge": ("ridge",),
+    "tune": ("ridge", "tune"),
+}
 
 
 @dataclass(slots=True)
@@ -260,12 +271,6 @@ def _constants_normal(cut: CutLayer, rows: Tensor) -> tuple[Tensor, Tensor]:
     return normal, right
 
 
-DECAY = -0.8  # of the running averages, as a power of the step
-EPSILON = torch.finfo(torch.float32).eps  # the least mean of a squared gradient
-BALANCED = 8  # times that the weights of sources change
-LEAST_SIZE = 1e-3  # of a tensor, where steps are relative to it
-
-
 class Adafactor:
     """Adafactor for tensors that hold the values of N members: torch's numbers for each one
     alone."""
@@ -423,15 +428,6 @@ def tune(
         progress.advance("step")
     for value in router:
         value.requires_grad_(False)
-
-
-MOST_RATE = 0.03
-ROUNDS = 3  # of ridge with weights of sources, after the one without
-STEPS_OF: Mapping[str, tuple[str, ...]] = {  # of each method; a step that lowers no error is undone
-    NONE: (),
-    "ridge": ("ridge",),
-    "tune": ("ridge", "tune"),
-}
 
 
 @contextmanager

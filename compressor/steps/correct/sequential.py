@@ -53,6 +53,15 @@ from compressor.steps.cutting import CutFiles, Tensors, cut_keys, cut_layers
 from compressor.steps.step import Requirements
 from compressor.tensor_cache import read_metadata, save_tensors
 
+Decide = Callable[[LayerStatistics], LayerPlan]
+HIDDEN_COPIES = 4  # of a layer: inputs and outputs as it was, and as it is
+BASE_COPIES = 2  # more, toward the base's own hidden states
+UNCORRECTED = Correct(method="none")
+COMPRESSED = "compressed"  # what the earlier layers were while a layer was planned
+HELDOUT_BUDGET = 2**28  # bytes of outputs that wait behind a layer
+CORRECTED, UNDONE = range(2)  # variants of a comparison
+# beside the cut layers: the measurement, for a run that resumes this one
+EVALUATED = "evaluated.safetensors"
 TOWARD = 0.5  # the default share of the way to the base's own hidden states
 BENT = 0.25  # share by which twice an output may move the hidden states otherwise than twice as far
 
@@ -157,17 +166,6 @@ class BaseStream(EarlyBatches):
         share = TOWARD if self.toward is None else self.toward
         self.share = 0.0 if unknown else share
         self.factor = along / size if along and size else 1.0
-
-
-Decide = Callable[[LayerStatistics], LayerPlan]
-HIDDEN_COPIES = 4  # of a layer: inputs and outputs as it was, and as it is
-BASE_COPIES = 2  # more, toward the base's own hidden states
-UNCORRECTED = Correct(method="none")
-COMPRESSED = "compressed"  # what the earlier layers were while a layer was planned
-HELDOUT_BUDGET = 2**28  # bytes of outputs that wait behind a layer
-CORRECTED, UNDONE = range(2)  # variants of a comparison
-# beside the cut layers: the measurement, for a run that resumes this one
-EVALUATED = "evaluated.safetensors"
 
 
 @dataclass(frozen=True, slots=True)

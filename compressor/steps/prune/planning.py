@@ -1,4 +1,7 @@
-"""Plan every layer by the options of `prune`, in one pass over the model."""
+"""Plan every layer by the options of `prune`, in one pass over the model.
+
+Protected experts, which no plan merges or drops, are named in a file, or found by a protector.
+"""
 
 import logging
 import time
@@ -43,6 +46,9 @@ from compressor.steps.prune.selection import blocks_of, competing
 
 logger = logging.getLogger(__name__)
 
+MODALITIES = "modality_count"  # the statistic
+WARNED = "warned of text alone"
+UNREACHED = "experts_without_{}"  # text, or media: the figure of a layer
 Protected = Mapping[str, frozenset[int]]  # experts by the full name of their experts module
 
 
@@ -173,13 +179,6 @@ def strongest_that_fit(
             "so the weakest are not protected"
         )
     return protected
-
-
-logger = logging.getLogger(__name__)
-
-MODALITIES = "modality_count"  # the statistic
-WARNED = "warned of text alone"
-UNREACHED = "experts_without_{}"  # text, or media: the figure of a layer
 
 
 @dataclass(frozen=True, slots=True)
