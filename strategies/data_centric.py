@@ -39,14 +39,9 @@ class Options(MergeOptions):
         return stats.mixed_outputs if self.mix_tokens else stats.expert_outputs
 
 
-def similarity_needs(options: Options) -> frozenset[str]:
+def needs(options: Options) -> frozenset[str]:
     """The outputs that are compared, on mixtures of tokens or on the tokens themselves."""
     return frozenset({"mixed_outputs" if options.mix_tokens else "expert_outputs"})
-
-
-def needs(options: Options) -> frozenset[str]:
-    """The outputs that are compared, and what the merging needs."""
-    return similarity_needs(options) | options.merge_needs
 
 
 def distances(outputs: torch.Tensor, similarity: str) -> tuple[torch.Tensor, torch.Tensor | float]:

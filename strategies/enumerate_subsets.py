@@ -71,7 +71,7 @@ def _without_one(
     With a `local` router, only tokens that had chosen an expert are routed anew without it.
     """
     routed = errors.kept(kept)
-    costs = dict[Kept, float]()
+    costs = {}
 
     def error(smaller: Kept, gone: Kept) -> float:
         if not local:
@@ -81,7 +81,7 @@ def _without_one(
 
     def best(tried: list[Kept]) -> Kept:
         """Return the experts, one of each group, without which the error is least."""
-        gone_of = dict[Kept, Kept]()
+        gone_of = {}
         for gone in tried:
             smaller = tuple(expert for expert in kept if expert not in gone)
             gone_of[smaller] = gone

@@ -28,11 +28,6 @@ class Options(MergeOptions):
     """How a group becomes one expert."""
 
 
-def needs(options: Options) -> frozenset[str]:
-    """Outputs of all experts, and what the merging needs."""
-    return NEEDS | options.merge_needs
-
-
 @torch.no_grad()
 def plan(
     stats: LayerStatistics,

@@ -79,16 +79,6 @@ class Options(MergeOptions):
     """Form in which weights are compared."""
 
 
-def needs(options: Options) -> frozenset[str]:
-    """Weights, and what the merging needs."""
-    return NEEDS | options.merge_needs
-
-
-def similarity_needs(options: Options) -> frozenset[str]:
-    """The weights alone."""
-    return NEEDS
-
-
 def similarity(stats: LayerStatistics, options: Options) -> tuple[str, torch.Tensor]:
     """Similarity of the experts for a report: a label, and [E, E] from 0 to 1."""
     table, _ = MEASURES[options.representation](stats.weights, stats.layer.experts)

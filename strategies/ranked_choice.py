@@ -23,7 +23,7 @@ def plan(stats: LayerStatistics, keep: int, protected: frozenset[int] = frozense
     votes = first = torch.bincount(ballots.flatten(), minlength=layer.experts)
     blocks = blocks_of(layer, keep, protected)
     while True:
-        candidates = list[int]()
+        candidates = []
         for block in blocks:
             left = [expert for expert in block.free if alive[expert]]
             candidates += left if len(left) > block.take else []

@@ -114,7 +114,7 @@ def plan(
     reached = saliency[saliency > 0]
     weights = saliency.where(saliency > 0, reached.min() if len(reached) else 1.0).tolist()
     groups = [Group.single(expert) for expert in sorted(kept & protected)]
-    joined = list[float]()
+    joined = []
     for block in competing(stats.layer):
         heads = [expert for expert in block if expert in kept - protected]
         heads.sort(key=lambda expert: -float(order[expert]))

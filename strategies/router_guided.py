@@ -30,11 +30,6 @@ class Options(MergeOptions):
     """Put neurons in the order of the leading expert's first."""
 
 
-def needs(options: Options) -> frozenset[str]:
-    """Counts of routed tokens, router logits, and what the merging needs."""
-    return NEEDS | options.merge_needs
-
-
 def score(stats: LayerStatistics, options: Options) -> Tensor:
     """Tokens routed to each expert: [E]."""
     return stats.routed_count

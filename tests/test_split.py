@@ -248,9 +248,9 @@ def test_an_edited_split_is_refused(model: Path, tmp_path: Path) -> None:
     name, told = next(iter(own["neurons"].items()))
     for edit, fault in (
         ({"parts": 3}, "do not divide into 3|neurons' parts is damaged"),
-        ({"parts": "two"}, "should be a whole number"),
+        ({"parts": "two"}, "the split should have 2 to 64 parts"),
         ({"neurons": {**own["neurons"], name: told[:-8]}}, "record of its neurons' parts is damaged"),
-        ({"neurons": {name: 5}}, "should say for each module"),
+        ({"neurons": {name: 5}}, "record of its neurons' parts is damaged"),
     ):
         steps = [{**made["steps"][0], "plan": {**decided, "split": {**own, **edit}}}]
         (tmp_path / "plan.json").write_text(json.dumps({**made, "steps": steps}))

@@ -27,7 +27,7 @@ from compressor.recipe.steps_plan import PRUNE, Plan, PlannedStep
 from compressor.run_record import PACKAGES, versions
 from compressor.statistics.statistics import LayerStatistics
 from compressor.steps.prune.options import protector_of
-from compressor.steps.prune.protection import given_protected, listed, with_list
+from compressor.steps.prune.planning import given_protected, listed, with_list
 from compressor.steps.prune.selection import keep_best, kept_share
 
 logger = logging.getLogger(__name__)

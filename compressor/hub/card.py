@@ -42,7 +42,7 @@ from compressor.formatting import (
 )
 from compressor.model.constant_experts import NOT_STOCK
 from compressor.model.opened import open_model, served_model, shared_experts
-from compressor.model.serving import FORMATS, Served, advise
+from compressor.model.serving import Served, advise
 from compressor.pipeline.outcome import read_plan
 from compressor.quality_gate.report import card_metrics
 from compressor.quality_gate.verdict import GateResult
@@ -58,6 +58,7 @@ from compressor.report.facts import facts as outcome_facts
 from compressor.report.figures import figures
 from compressor.run_record import COMPRESSION, read_record
 from compressor.steps.job import idle_parameters
+from compressor.steps.quantize.options import FORMATS
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
@@ -429,7 +430,7 @@ def loading(facts: CardFacts, repo_id: str) -> list[Block]:
         for breach in [] if facts.served is None else advise(facts.served).breaches:
             if breach.server == "vLLM" and breach.effect in ("fails", "wrong"):
                 blocks.append(Text(f"vLLM {breach.says}."))
-        if facts.scheme is None or facts.scheme in FORMATS["vllm"]:
+        if facts.scheme is None or "vllm" in FORMATS[facts.scheme].servers:
             vllm = "In vLLM, where it supports this architecture (not tested with this checkpoint):"
     if vllm:
         blocks += [Text(vllm), Listing(f"vllm serve {repo_id}", "bash")]

@@ -426,32 +426,7 @@ RULES = (
         "run",
     ),
 )
-# formats of compressed-tensors in which servers load experts, read on 2026-11-25;
-# checkpoint/loader_fault.py asks transformers itself
-FORMATS: Mapping[str, tuple[str, ...]] = {
-    # vllm/model_executor/layers/quantization/compressed_tensors/compressed_tensors_moe/
-    # compressed_tensors_moe.py:
-    # WNA16 of 4 and 8 bits alone (WNA16_SUPPORTED_BITS), MXFP4, NVFP4 with activations as they are,
-    # FP8
-    "vllm": ("fp8", "int8", "int4", "mxfp4", "nvfp4"),
-    # python/sglang/srt/layers/quantization/compressed_tensors/compressed_tensors.py
-    # (get_moe_scheme): WNA16 and FP8; NVFP4 with activations as they are from 0.5.22 on
-    "sglang": ("fp8", "int8", "int4", "nvfp4"),
-    # conversion/base.py (dequant_model, _generate_nvfp4_tensors), which dequantises: no MXFP4, no 3
-    # bits, NVFP4 of experts only under some names, and integers only in groups
-    "llama.cpp": ("fp8", "int8", "int4", "int2"),
-}
-NAMES = {"vllm": "vLLM", "sglang": "SGLang", LLAMA_CPP: "llama.cpp's converter"}
 SERVERS = tuple(dict.fromkeys(rule.server for rule in RULES if rule.server != TRANSFORMERS))
-
-
-def loaders(scheme: str, by_row: bool) -> list[str]:
-    """Return the servers that load experts in a format, with scales by row or by group."""
-    return [
-        NAMES[server]
-        for server, schemes in FORMATS.items()
-        if scheme in schemes and not (by_row and scheme.startswith("int") and server == LLAMA_CPP)
-    ]
 
 
 @dataclass(frozen=True, slots=True)

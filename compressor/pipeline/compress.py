@@ -44,10 +44,9 @@ def largest_tried(recipe: Recipe, request: GateRequest) -> tuple[Recipe, GateReq
     return with_experts(recipe, counts[-1]), shared_among(request, counts)
 
 
-def possible_counts(model: OpenModel, recipe: Recipe) -> list[int]:
-    """Return the numbers of experts, counted as the source does, that every layer can be cut to.
-
-    Raises `CompressionError` if the number is given, or no step takes one."""
+def check_search(recipe: Recipe) -> Prune:
+    """Return the step whose number of experts a search finds; raises `CompressionError` if the
+    number is given, or no step takes one."""
     if recipe.gate is not None and recipe.gate.keep_failed:
         raise CompressionError("--search keeps what passes; leave out --keep-failed")
     prune = next((step for step in recipe.steps if isinstance(step, Prune)), None)
@@ -55,6 +54,13 @@ def possible_counts(model: OpenModel, recipe: Recipe) -> list[int]:
         raise CompressionError(
             "--search finds the number of experts; leave out --experts and --ratio"
         )
+    return prune
+
+
+def possible_counts(model: OpenModel, recipe: Recipe) -> list[int]:
+    """Return the numbers of experts, counted as the source does, that every layer can be cut to;
+    raises `CompressionError` as `check_search` does."""
+    prune = check_search(recipe)
     layers = prune.step().resolve(model).view(model).architecture.layers
     parts = layers[0].parts
     counts = [count // parts for count in counts_below(layers) if count % parts == 0]

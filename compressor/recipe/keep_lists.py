@@ -7,7 +7,7 @@ line {"LAYER": [EXPERT, ...]} for each layer, and REAP's observations are a pick
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,8 +16,9 @@ from pydantic import Field
 
 from compressor.data.sources import WeightedSource
 from compressor.errors import CompressionError, ItemError
+from compressor.recipe.plan import Json
 from compressor.recipe.steps_plan import MOST_EXPERTS
-from compressor.records import Finite, read_json, value_as
+from compressor.records import read_json, value_as
 
 LAYER = re.compile(r"(?:main_|(?:.+\.)?layers\.)?(\d+)(?:\..+)?")
 SALIENCY = "reap"
@@ -26,7 +27,7 @@ SUFFIXES = (".pt", ".pth")
 HINT = "name a kept_expert_indices.json, an experts.jsonl or REAP's observations (.pt)"
 
 
-def options_of_list(path: Path, flags: Mapping[str, Any]) -> dict[str, Any]:
+def options_of_list(path: Path, flags: Json) -> dict[str, Any]:
     """Return the options, by path, by which `plan` keeps the experts of a file; `flags` may say how
     many of them.
 
@@ -75,10 +76,10 @@ def _lists(path: Path) -> dict[str, list[int]]:
     return order
 
 
-def _object(row: Any, where: str) -> Mapping[str, Any]:
+def _object(row: Any, where: str) -> Json:
     if isinstance(row, ItemError):
         raise row
-    content: Mapping[str, Any] = value_as(row, Mapping[str, Any], where)
+    content: Json = value_as(row, Json, where)
     return content
 
 
@@ -110,20 +111,17 @@ def _saliencies(path: Path) -> dict[str, list[int]]:
     order = dict[str, list[int]]()
     for layer, statistics in content.items() if isinstance(content, dict) else ():
         scores = statistics.get(SALIENCY) if isinstance(statistics, dict) else None
-        is_number = isinstance(layer, int) or (isinstance(layer, str) and layer.isdecimal())
         if not (
-            is_number
+            str(layer).isdecimal()
             and isinstance(scores, torch.Tensor)
             and scores.dim() == 1
             and len(scores) <= MOST_EXPERTS
+            and scores.isfinite().all()
         ):
             shown = reprlib.repr(layer)
             raise CompressionError(
-                f"{path}: {shown} should be a layer's number with its {SALIENCY}; {HINT}"
+                f"{path}: {shown} should be a layer's number with its finite {SALIENCY}; {HINT}"
             )
-        for expert, score in enumerate(scores.tolist()):
-            subject = f"{path}: the {SALIENCY} of layer {layer}, expert {expert},"
-            value_as(score, Finite, subject)
         _add(order, path, str(layer), scores.argsort(descending=True, stable=True).tolist())
     if not order:
         raise CompressionError(f"{path} holds no observations of REAP; {HINT}")

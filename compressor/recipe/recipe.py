@@ -31,6 +31,7 @@ from compressor.model.loaded import LoadedModel
 from compressor.options import Options, separated, validated
 from compressor.plain_yaml import read_yaml, yaml_text
 from compressor.quality_gate.options import GateOptions
+from compressor.recipe.plan import Json
 from compressor.recipe.step import StepOptions, TextOptions
 from compressor.recipe.steps_plan import Plan
 from compressor.run_record import read_record
@@ -39,17 +40,20 @@ RECIPE = "recipe.yaml"
 SAFETENSORS = "safetensors"  # the format that a run writes, and that every exporter reads
 MONE = "mone"  # the same with constants in the place of experts
 BUILT_IN = (SAFETENSORS, MONE)
-MODEL_FIELDS = ("model", "revision", "base", "base_revision")
+YAML_ORDER = (
+    "model",
+    "revision",
+    "base",
+    "base_revision",
+    "calibration",
+    "seed",
+    "dtype",
+    "steps",
+    "gate",
+    "output",
+)
 # of steps that options add
 USUAL_ORDER = ("prune", "constants", "routers", "distill", "quantize")
-UNEVEN_OPTIONS = ("budget", "experts_total")
-UNEVEN_LAYERS = (
-    "layers can keep different numbers of experts only with constants (--format mone, which vLLM "
-    "serves); stock "
-    "checkpoints, ONNX graphs and GGUF files have one number for all layers"
-)
-# steps of the first recipes, which are options of prune and constants now
-MOVED = {"split": "split: 2", "correct": "correct: ridge"}
 # names of options of `compress`, in Python and on the command line, for paths in the recipe; a
 # field of prune is named by itself
 SHORT_NAMES = {
@@ -165,7 +169,7 @@ class Recipe(ModelOptions):
         return tuple(_step(entry, number) for number, entry in enumerate(value))
 
     @classmethod
-    def of(cls, content: Mapping[str, Any], where: str = "the recipe") -> Self:
+    def of(cls, content: Json, where: str = "the recipe") -> Self:
         """A recipe from plain values; raises `CompressionError` naming the place of what is
         wrong."""
         return validated(cls, content, where, f"{where} has no field")
@@ -174,12 +178,6 @@ class Recipe(ModelOptions):
 def step_class(name: str, location: str = "") -> type[StepOptions]:
     """Return the options of a step by its name; raises `CompressionError` for one that is not
     installed, or is none."""
-    if name in MOVED:
-        where = f"{location}: " if location else ""
-        raise CompressionError(
-            f"{where}{name} is an option of prune and constants; write prune: {{ratio: 0.25, "
-            f"{MOVED[name]}}}, or --set prune.{name}"
-        )
     kind = load(STEPS, name, location)
     if (
         not (isinstance(kind, type) and issubclass(kind, StepOptions))
@@ -190,13 +188,9 @@ def step_class(name: str, location: str = "") -> type[StepOptions]:
     return kind
 
 
-def make_step(name: str, options: Mapping[str, Any], location: str = "") -> StepOptions:
+def make_step(name: str, options: Json, location: str = "") -> StepOptions:
     """Return a step with these options; raises `CompressionError` naming the option that is unknown
     or impossible."""
-    if name == "prune" and options.keys() & UNEVEN_OPTIONS:
-        raise CompressionError(
-            f"{location or name}: {UNEVEN_LAYERS}; use the step constants, or leave the budget out"
-        )
     where, at = (f"{location}: {name}", f" at {location}") if location else (name, "")
     return validated(step_class(name, location), options, where, f"step {name} has no option", at)
 
@@ -235,7 +229,7 @@ def default_steps(constants: bool = False, **options: Any) -> tuple[StepOptions,
     return with_values(Recipe(steps=first_steps(values, constants)), values).steps
 
 
-def first_steps(values: Mapping[str, Any], constants: bool) -> tuple[StepOptions, ...]:
+def first_steps(values: Json, constants: bool) -> tuple[StepOptions, ...]:
     """Return the steps that these values, by path, change: prune, as it is by default, unless only
     a quantisation is asked for, or constants."""
     if constants:
@@ -246,7 +240,7 @@ def first_steps(values: Mapping[str, Any], constants: bool) -> tuple[StepOptions
     return (make_step("prune", {"split": "auto", "correct": "auto"}),)
 
 
-def with_values(recipe: "Recipe", values: Mapping[str, Any]) -> "Recipe":
+def with_values(recipe: "Recipe", values: Json) -> "Recipe":
     """Return the recipe with these values, by path, such as `prune.correct.steps`; a step that it
     lacks is put in its usual place.
 
@@ -255,7 +249,8 @@ def with_values(recipe: "Recipe", values: Mapping[str, Any]) -> "Recipe":
     names = [step.name for step in recipe.steps]
     if "constants" not in names and any(path.startswith("constants.") for path in values):
         raise CompressionError(
-            f"--budget and --experts-total: {UNEVEN_LAYERS}; pass --format mone, or leave them out"
+            "--budget and --experts-total: layers can keep different numbers of experts only with "
+            "constants, which vLLM serves; pass --format mone, or leave them out"
         )
     content = dict(recipe)
     of_steps = dict[str, dict[str, Any]]()
@@ -298,7 +293,7 @@ def with_values(recipe: "Recipe", values: Mapping[str, Any]) -> "Recipe":
     return Recipe.of({**content, "steps": steps}, "the command line")
 
 
-def _with(options: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
+def _with(options: Json, path: str, value: Any) -> dict[str, Any]:
     """Return the options with a value at a path; `correct: ridge` is short for its method."""
     name, _, inner = path.partition(".")
     old = options.get(name)
@@ -313,31 +308,19 @@ def _with(options: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
 def recipe_yaml(recipe: Recipe) -> bytes:
     """Return the recipe as YAML, without defaults; sizes of the calibration text are always
     there."""
-    content: dict[str, Any] = {name: getattr(recipe, name) for name in MODEL_FIELDS}
+    content = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"steps"})
     content["calibration"] = recipe.calibration.model_dump(mode="json", exclude_none=True)
-    content |= {
-        "seed": recipe.seed or None,
-        "dtype": None if recipe.dtype == "auto" else recipe.dtype,
-    }
-    steps = []
+    content["steps"] = []
     for step in recipe.steps:
         options = step.model_dump(mode="json", exclude_defaults=True)
         correct = options.get("correct")
         if correct and correct.keys() == {"method"}:
             options["correct"] = correct["method"]
-        steps.append({step.name: options} if options else step.name)
-    content["steps"] = steps
-    gate = recipe.gate.model_dump(mode="json", exclude_defaults=True) if recipe.gate else {}
-    for name in ("prompts", "text", "answers"):
-        if name in gate:
-            gate[name] = [local_name(source) for source in gate[name]]
-    content["gate"] = gate
-    content["output"] = recipe.output.model_dump(mode="json", exclude_defaults=True)
-    stated = {
-        name: value
-        for name, value in content.items()
-        if value is not None and value not in ([], {})
-    }
+        content["steps"].append({step.name: options} if options else step.name)
+    gate = content.get("gate", {})
+    for name in gate.keys() & {"prompts", "text", "answers"}:
+        gate[name] = [local_name(source) for source in gate[name]]
+    stated = {name: content[name] for name in YAML_ORDER if content.get(name)}
     heading = ""
     if f"{GIVEN}:" in json.dumps([content["calibration"], content["steps"]]):
         heading = (
@@ -366,29 +349,19 @@ def _found_again(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     record = read_record(path.parent)
     if record is None:
         return content
-    known = (record.calibration or {}).get("sources")
-    texts = [
-        str(entry["source"])
-        for entry in known or ()
-        if isinstance(entry, dict) and "source" in entry
-    ]
+    known = (record.calibration or {}).get("sources", ())
+    texts = [str(entry["source"]) for entry in known]
     paths = {
         local_name(text): text for text in texts if os.path.exists(SourceSpec.parse(text).name)
     }
 
     def in_place(source: str) -> str:
-        name, sign, weight = source.rpartition("=")
-        return paths.get(source) or (
-            f"{paths[name]}={weight}" if sign and name in paths else source
-        )
+        name, _, weight = source.rpartition("=")
+        return f"{paths[name]}={weight}" if name in paths else paths.get(source, source)
 
     located = dict(content)
     for field, location in (("model", record.source), ("base", record.base)):
-        if (
-            location is not None
-            and os.path.isdir(location)
-            and content.get(field) == Path(location).name
-        ):
+        if location and os.path.isdir(location) and content.get(field) == Path(location).name:
             located[field] = location
     text = content.get("calibration")
     if isinstance(text, dict) and isinstance(text.get("data"), list):
@@ -431,12 +404,11 @@ def on_text(name: str, options: dict[str, Any], text: TextOptions) -> StepOption
     return make_step(name, options)
 
 
-def text_options(calibration: Mapping[str, Any] | None) -> TextOptions:
+def text_options(calibration: Json | None) -> TextOptions:
     """Sources and sizes that a text was read with, folders left out; the default where none was."""
     if calibration is None:
         return TextOptions()
     named = without_folders(calibration)
-    requested = calibration.get("asked")
     entries = named.get("sources") or [{"source": named["source"]}]
     weights = [entry.get("weight", 1.0) for entry in entries]
     alike = all(weight == weights[0] for weight in weights) and not any(
@@ -446,11 +418,11 @@ def text_options(calibration: Mapping[str, Any] | None) -> TextOptions:
         entry["source"] if alike else f"{entry['source']}={weight!r}"
         for entry, weight in zip(entries, weights, strict=True)
     ]
-    sizes = requested if isinstance(requested, Mapping) else {}
+    sizes = calibration.get("asked") or {}
     options = {name: sizes[name] for name in ("samples", "sequence_length") if sizes.get(name)}
     emphasis = calibration.get("emphasis")
-    if isinstance(emphasis, Mapping):
-        options["emphasis"] = {name: entry.get("weight") for name, entry in emphasis.items()}
+    if emphasis:
+        options["emphasis"] = {name: entry["weight"] for name, entry in emphasis.items()}
     return TextOptions(data=tuple(sources), **options)
 
 

@@ -1,6 +1,6 @@
 """The contract of strategies and exporters, to which every plugin is held."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -9,7 +9,7 @@ import torch
 from compressor.entry_points import EXPORTERS, STRATEGIES, load, working
 from compressor.errors import CompressionError, reason_of
 from compressor.options import NamedOptions, validated
-from compressor.recipe.plan import LayerPlan
+from compressor.recipe.plan import Json, LayerPlan
 from compressor.statistics.statistics import LayerStatistics, check_needs
 from compressor.tolerance import rounded
 
@@ -48,15 +48,6 @@ class Strategy:
             )
         return replace(self, balances=sources == "worst")
 
-    def _shares(self, sources: Sequence[LayerStatistics], arguments: Sequence[Any]) -> torch.Tensor:
-        """Return the experts' shares of each source's score: [N, E]; 0 for a source without any."""
-        assert self.score is not None
-        shares = []
-        for source in sources:
-            scores = rounded(self.score(source, *arguments)).cpu()
-            shares.append(scores / (float(scores.sum()) or 1.0))
-        return torch.stack(shares)
-
     def plan_layer(
         self, statistics: LayerStatistics, keep: int, protected: frozenset[int] = frozenset()
     ) -> LayerPlan:
@@ -65,8 +56,13 @@ class Strategy:
         layer = statistics.layer
         arguments = [] if self.options is None else [self.options]
         try:
-            if self.balances and statistics.sources:
-                statistics = replace(statistics, shares=self._shares(statistics.sources, arguments))
+            if self.balances and self.score and statistics.sources:
+                # the experts' shares of each source's score, 0 for a source without any
+                shares = []
+                for source in statistics.sources:
+                    scores = rounded(self.score(source, *arguments)).cpu()
+                    shares.append(scores / (float(scores.sum()) or 1.0))
+                statistics = replace(statistics, shares=torch.stack(shares))
             plan = self.plan(statistics, keep, protected, *arguments)
         except CompressionError:
             raise
@@ -87,13 +83,13 @@ class Strategy:
         return plan
 
 
-def load_strategy(name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
+def load_strategy(name: str, settings: Json | None = None) -> Strategy:
     """Load a strategy with its options; raises `CompressionError` for an unknown name, option or
     need."""
     return strategy_of(load(STRATEGIES, name), name, settings)
 
 
-def strategy_of(module: Any, name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
+def strategy_of(module: Any, name: str, settings: Json | None = None) -> Strategy:
     """Return the strategy that a module is, with its options; raises `CompressionError` for what is
     none."""
     what = f"strategy {name!r}"
@@ -108,26 +104,17 @@ def strategy_of(module: Any, name: str, settings: Mapping[str, Any] | None = Non
         raise CompressionError(f"{what} is no plugin: {message}")
     if hasattr(module, "needs"):
         needs = module.needs(options)
-    similarity_needs = (
-        module.similarity_needs(options) if hasattr(module, "similarity_needs") else needs
-    )
+    similarity_needs = needs
+    if hasattr(module, "similarity_needs"):
+        similarity_needs = module.similarity_needs(options)
+    needs |= getattr(options, "merge_needs", frozenset())
     check_needs(needs | similarity_needs, name)
     summary = (module.__doc__ or "").strip().partition("\n")[0]
-    similarity = getattr(module, "similarity", None)
-    score = getattr(module, "score", None)
-    check = getattr(module, "check", None)
-    return Strategy(
-        name,
-        module.plan,
-        needs,
-        options,
-        summary,
-        correction,
-        similarity,
-        similarity_needs,
-        score,
-        check,
-    )
+    hooks: dict[str, Any] = {
+        hook: getattr(module, hook, None) for hook in ("similarity", "score", "check")
+    }
+    required = name, module.plan, needs, options, summary, correction
+    return Strategy(*required, similarity_needs=similarity_needs, **hooks)
 
 
 def working_strategies() -> Iterator[Strategy]:
@@ -155,13 +142,13 @@ def load_exporter(name: str) -> Any:
     return module
 
 
-def exporter_options(name: str, settings: Mapping[str, Any] | None = None) -> Any:
+def exporter_options(name: str, settings: Json | None = None) -> Any:
     """Return an exporter's options with these settings, None where it has none; raises
     `CompressionError`."""
     return _plugin_options(f"exporter {name!r}", load_exporter(name), settings or {})
 
 
-def _plugin_options(what: str, module: Any, settings: Mapping[str, Any]) -> Any:
+def _plugin_options(what: str, module: Any, settings: Json) -> Any:
     """Return the `Options` of a module with these settings, None where it has none; `what` names
     it in a `CompressionError`."""
     kind = getattr(module, "Options", NamedOptions)

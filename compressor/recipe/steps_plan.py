@@ -19,6 +19,7 @@ from compressor.recipe.plan import (
     LAYER_FACTS,
     ExpertPlan,
     Group,
+    Json,
     LayerPlan,
     Source,
 )
@@ -29,7 +30,7 @@ PRUNE = "prune"
 CONSTANTS = "constants"
 QUANTIZE = "quantize"
 MOST_EXPERTS = 2**12  # of a layer: more than any has
-Decision = ExpertPlan | Mapping[str, Any]  # on experts, or any other as JSON
+Decision = ExpertPlan | Json  # on experts, or any other as JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +38,10 @@ class PlannedStep:
     """A step in a plan: its options, decision and result; None before they exist."""
 
     name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Json = field(default_factory=dict)
     decision: Decision | None = None
-    result: Mapping[str, Any] | None = None
-    text: Mapping[str, Any] | None = None  # identity of a text of its own
+    result: Json | None = None
+    text: Json | None = None  # identity of a text of its own
 
     @property
     def expert_plan(self) -> ExpertPlan | None:
@@ -49,20 +50,16 @@ class PlannedStep:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types without absent values; the decision is named `plan`."""
-        content: dict[str, Any] = {"name": self.name, "options": dict(self.options)}
-        if self.decision is not None:
-            content["plan"] = decision_to_dict(self.decision)
-        if self.result is not None:
-            content["result"] = dict(self.result)
-        if self.text is not None:
-            content["text"] = dict(self.text)
-        return content
+        decided = None if self.decision is None else decision_to_dict(self.decision)
+        given = {"plan": decided, "result": self.result, "text": self.text}
+        content = {"name": self.name, "options": self.options, **given}
+        return {name: value for name, value in content.items() if value is not None}
 
     @classmethod
     def from_dict(cls, content: Any, where: str = "steps") -> Self:
         """Read a step back; raises `CompressionError` saying what is missing, unknown or
         impossible."""
-        fields = value_as(content, Mapping[str, Any], where)
+        fields = value_as(content, Json, where)
         decided = fields.pop("plan", None)
         step = read_as(cls, fields, where, closed=True)
         return (
@@ -79,7 +76,7 @@ class Plan:
     source: Source
     steps: tuple[PlannedStep, ...]
     # identity of the text: sources, sizes, digests; None: none was read
-    calibration: Mapping[str, Any] | None = None
+    calibration: Json | None = None
     seed: int = 0
     dtype: str = "auto"  # for computing
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -114,33 +111,38 @@ class Plan:
         return next((step for step in reversed(self.steps) if step.expert_plan is not None), None)
 
     @property
+    def _asked(self) -> Json:
+        """Options of that step."""
+        return {} if self.pruning is None else self.pruning.options
+
+    @property
     def strategy(self) -> str:
         """The strategy of the last step that chose experts."""
-        if self.pruning is None or self.pruning.options.get("ratio") == 0:
+        if self.pruning is None or self._asked.get("ratio") == 0:
             return KEPT_WHOLE
-        return str(self.pruning.options.get("strategy", self.pruning.name))
+        return str(self._asked.get("strategy", self.pruning.name))
 
     @property
     def strategy_options(self) -> dict[str, Any]:
         """Options of the strategy."""
-        return {} if self.pruning is None else dict(self.pruning.options.get("options") or {})
+        return dict(self._asked.get("options") or {})
 
     @property
     def sequential(self) -> bool:
         """True if each layer was planned on what the compressed earlier ones output."""
-        return self.pruning is not None and bool(self.pruning.options.get("sequential"))
+        return bool(self._asked.get("sequential"))
 
     @property
-    def split(self) -> Mapping[str, Any] | None:
+    def split(self) -> Json | None:
         """The split of the source's experts; None if they stayed whole."""
         plans = [step.expert_plan for step in self.steps if step.expert_plan is not None]
-        splits = [plan.split for plan in plans if plan.split and plan.split.get("parts") != 1]
-        return splits[0] if splits else None
+        splits = (plan.split for plan in plans if plan.split and plan.split.get("parts") != 1)
+        return next(splits, None)
 
     @property
     def correction(self) -> dict[str, Any] | None:
         """The correction in the step that decided on experts; None if there was none."""
-        asked = {} if self.pruning is None else self.pruning.options.get("correct") or {}
+        asked = self._asked.get("correct") or {}
         return {**asked, "dtype": self.dtype} if asked.get("method", "none") != "none" else None
 
     @property
@@ -169,8 +171,8 @@ class Plan:
             **({} if self.base is None else {"base": asdict(self.base)}),
             "seed": self.seed,
             "dtype": self.dtype,
-            "calibration": None if self.calibration is None else dict(self.calibration),
-            "versions": dict(self.versions),
+            "calibration": self.calibration,
+            "versions": self.versions,
             "steps": [step.to_dict() for step in self.steps],
         }
 
@@ -183,8 +185,7 @@ class Plan:
         decisions."""
         steps = []
         for step in self.steps:
-            content = {} if step.decision is None else decision_to_dict(step.decision)
-            decided = dict(content)
+            decided = {} if step.decision is None else decision_to_dict(step.decision)
             if "split" in decided:
                 decided["split"] = {**decided["split"], "calibration": None}
             if "layers" in decided:
@@ -199,7 +200,7 @@ class Plan:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     @classmethod
-    def from_dict(cls, content: Mapping[str, Any], where: str = "plan") -> Self:
+    def from_dict(cls, content: Json, where: str = "plan") -> Self:
         """Read a plan back; raises `CompressionError` saying what is missing, unknown or
         impossible."""
         if content.get("format") != FORMAT:
@@ -212,7 +213,7 @@ class Plan:
             others = {name: value for name, value in content.items() if name != "format"}
             plan = read_as(cls, {**others, "steps": []}, closed=True)
             sources = (plan.calibration or {}).get("sources", [])
-            for source in value_as(sources, tuple[Mapping[str, Any], ...], "calibration's sources"):
+            for source in value_as(sources, tuple[Json, ...], "calibration's sources"):
                 value_as(source.get("source"), str, "calibration's source")
             read = [
                 PlannedStep.from_dict(entry, f"steps[{number}]")
@@ -239,23 +240,20 @@ def decision_to_dict(decision: Decision) -> dict[str, Any]:
     """Return a step's decision as JSON, without absent values."""
     if not isinstance(decision, ExpertPlan):
         return dict(decision)
-    content: dict[str, Any] = {"experts": decision.experts}
+    names = ["experts"]
     if decision.has_constants:
-        content |= {name: getattr(decision, name) for name in ("format", "budget", "experts_total")}
-        content["figures"] = dict(decision.figures)
+        names += ["format", "budget", "experts_total", "figures"]
     if decision.protected:
-        content["protected"] = {
-            module: list(experts) for module, experts in decision.protected.items()
-        }
-    given = {name: getattr(decision, name) for name in ("split", "budget", "top_k", "mtp")}
-    content |= {name: value for name, value in given.items() if value is not None}
-    return {**content, "layers": [layer_to_dict(layer) for layer in decision.layers]}
+        names.append("protected")
+    content = {name: getattr(decision, name) for name in (*names, "split", "top_k", "mtp")}
+    given = {name: plain_json(value) for name, value in content.items() if value is not None}
+    return {**given, "layers": [layer_to_dict(layer) for layer in decision.layers]}
 
 
 def decision_from_dict(content: Any, name: str) -> Decision:
     """Return the decision of the step of that name from JSON; one with layers is on experts."""
     where = f"the plan of {name}"
-    decision: Mapping[str, Any] = value_as(content, Mapping[str, Any], where)
+    decision: Json = value_as(content, Json, where)
     layers = decision.get("layers")
     if isinstance(layers, list):
         decision = {**decision, "layers": [layer_from_dict(entry) for entry in layers]}
@@ -285,7 +283,7 @@ def layer_to_dict(plan: LayerPlan) -> dict[str, Any]:
 def layer_from_dict(entry: Any) -> LayerPlan:
     """Return a layer's plan from JSON; raises `CompressionError` naming the layer and what is
     wrong."""
-    content = value_as(entry, Mapping[str, Any], "layers")
+    content = value_as(entry, Json, "layers")
     module = str(content.get("module", "layers"))
     if value_as(content.get("experts"), int, f"{module}.experts") > MOST_EXPERTS:
         raise CompressionError(
@@ -301,14 +299,11 @@ def layer_from_dict(entry: Any) -> LayerPlan:
         raise CompressionError(
             str(error) if str(error).startswith(module) else f"{module}: {error}"
         ) from error
-    grouped = plan.slots()
-    for expert in dropped:
-        if expert in grouped:
-            message = "is in a group and in 'dropped'; take it out of one of them"
-            raise CompressionError(f"{module}: expert {expert} {message}")
-        if expert not in range(plan.experts):
-            message = f"which does not exist; experts are numbered 0 to {plan.experts - 1}"
-            raise CompressionError(f"{module}: 'dropped' names expert {expert!r}, {message}")
+    for expert in {*dropped} - {*plan.dropped}:
+        raise CompressionError(
+            f"{module}: 'dropped' names expert {expert}, which is in a group, or does not exist; "
+            "take it out"
+        )
     return plan
 
 

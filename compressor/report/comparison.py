@@ -65,8 +65,15 @@ from compressor.steps.correct.sequential import LayerWork, compress_sequentially
 from compressor.steps.cutting import CutFiles
 from compressor.steps.job import idle_parameters, make_job, output_size
 from compressor.steps.prune.options import Prune
-from compressor.steps.prune.planning import Planned, Planner, PruneSpec, protected_experts
-from compressor.steps.prune.protection import Protected, given_protected, listed
+from compressor.steps.prune.planning import (
+    Planned,
+    Planner,
+    Protected,
+    PruneSpec,
+    given_protected,
+    listed,
+    protected_experts,
+)
 from compressor.steps.prune.selection import keep_best
 from compressor.steps.split.view import partitioned, seen_as, with_top_k
 from compressor.steps.workdir import write_checkpoint

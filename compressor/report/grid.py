@@ -12,15 +12,14 @@ from pydantic import BeforeValidator, Field, model_validator
 from compressor.data.sources import SAMPLE_TOKENS
 from compressor.errors import CompressionError
 from compressor.formatting import known_names
-from compressor.model.serving import FORMATS
 from compressor.options import Options, one_or_several, separated
 from compressor.steps.prune.options import Prune, SampleTokens
-from compressor.steps.quantize.options import Quantize
+from compressor.steps.quantize.options import SERVERS, Quantize
 
 STORED = "none"  # the format of experts that stay as they are stored
 SCHEMES = (STORED, *get_args(Quantize.model_fields["scheme"].annotation))
 TRANSFORMERS = "transformers"
-SERVED = (*FORMATS, TRANSFORMERS)  # that formats can be chosen for
+SERVED = (*SERVERS, TRANSFORMERS)  # that formats can be chosen for
 
 
 def _several(value: Any) -> Any:

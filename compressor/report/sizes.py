@@ -30,7 +30,6 @@ from compressor.model.architecture import build_meta
 from compressor.model.loading import set_tensor
 from compressor.model.moe_layer import layers_by_decoder_layer
 from compressor.model.opened import OpenModel, refuse_shared_experts
-from compressor.model.serving import NAMES, loaders
 from compressor.model.substitution import Substitution
 from compressor.pipeline.resolve import HELDOUT, Session, open_run, read_calibration
 from compressor.progress import Progress
@@ -49,7 +48,8 @@ from compressor.steps.job import OutputSize, output_size, stored_partial, untouc
 from compressor.steps.prune.options import Prune
 from compressor.steps.prune.planning import Planner, protected_experts, spec_of
 from compressor.steps.quantize.matrices import EXPERTS, Matrix, expert_matrices, find_matrices
-from compressor.steps.quantize.scheme import ROW, Scheme, scheme_for
+from compressor.steps.quantize.options import ROW, SERVERS, loaders
+from compressor.steps.quantize.scheme import Scheme, scheme_for
 from compressor.steps.quantize.writing import largest_weights, rounded
 from compressor.steps.split.view import partitioned
 
@@ -153,8 +153,8 @@ class PlannedShare:
                     if fault is None and not find_matrices(model, EXPERTS).singly:
                         family = model.architecture.family
                         fault = f"transformers loads no single experts of {family}"
-                elif NAMES[server] not in loaders(name, scheme.group_size == ROW):
-                    fault = fault or f"{NAMES[server]} loads no experts in it"
+                elif SERVERS[server] not in loaders(name, scheme.group_size == ROW):
+                    fault = fault or f"{SERVERS[server]} loads no experts in it"
             if fault is not None:
                 left_out.append(f"{name} ({fault.partition('; ')[0]})")
                 continue

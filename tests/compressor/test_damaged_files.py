@@ -33,7 +33,7 @@ from compressor.recipe.steps_plan import Plan
 from compressor.report.data import report_data
 from compressor.report.page import hubs as hub_blocks
 from compressor.report.page import page
-from compressor.steps.prune.protection import given_protected
+from compressor.steps.prune.planning import given_protected
 from tests.compressor.recipe.test_plan import moe_layer
 from tests.support import gate_results
 from tests.support.plans import Decided, by_hand, pruned

@@ -97,7 +97,7 @@ def writing(stats: LayerStatistics, keep: int, protected: frozenset[int] = froze
             lambda stats, keep, protected: keep_best(stats, stats.norm_sum, keep, protected),
             "statistic 'norm_sum' was not collected",
         ),
-        (ungrouped, "routing groups would keep unequal numbers"),
+        (ungrouped, "keep equally many experts of each routing group"),
         (writing, "'theirs' changed the statistic 'routed_count'"),
         (lambda stats: None, "takes 1 positional argument but 3 were given"),
     ],

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressor.data.batches import Calibration
 from compressor.model.architecture import discover
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.streaming import hidden_of
@@ -62,11 +63,13 @@ def cut_case(
     plan = drops(architecture)[layer.name]
     rows = zoo.tokens(stock, sequences + sequences // 2, seed=1)
     counts = torch.randint(1, heaviest + 1, rows.shape, generator=torch.Generator().manual_seed(2)).float()
-    recording = Recording(stock, layer, 0, {1}, counts.split(sequences) if heaviest > 1 else ())
+    emphasis = counts.split(sequences) if heaviest > 1 else ()
+    parts = (rows[:sequences], rows[sequences:])
+    recording = Recording(stock, layer, Calibration(parts, {}, heldout=frozenset({1}), emphasis=emphasis))
     behind = stock.get_submodule(layer.decoder_layer).register_forward_hook(
         lambda _, __, output: recording.on_layer_output(hidden_of(output))
     )
-    for number, part in enumerate((rows[:sequences], rows[sequences:])):
+    for number, part in enumerate(parts):
         recording.enter(number)
         with torch.no_grad():
             stock(input_ids=part, use_cache=False)

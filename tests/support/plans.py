@@ -16,8 +16,7 @@ from compressor.recipe.plan import ExpertPlan, LayerPlan, Source
 from compressor.recipe.recipe import Recipe, default_steps
 from compressor.recipe.registry import Strategy
 from compressor.recipe.steps_plan import Plan, PlannedStep, decision_to_dict
-from compressor.steps.prune.planning import Planner, PruneSpec
-from compressor.steps.prune.protection import Protected
+from compressor.steps.prune.planning import Planner, Protected, PruneSpec
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from compressor.statistics.statistics import LayerStatistics, collect
 from compressor.steps.correct.options import Correct
 from compressor.steps.correct.sequential import LayerWork, compress_sequentially
 from compressor.steps.cutting import CutFiles
-from compressor.steps.prune.protection import Protected
+from compressor.steps.prune.planning import Protected
 from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
 PROBED = 4096  # held-out tokens that curves are measured on, at least
@@ -105,7 +105,7 @@ def measure(
     A resumed run reads them from `kept`, a folder whose name says what they were measured on.
     """
     layers = model.architecture.layers
-    paths = dict[str, Path]()
+    paths = {}
     if kept is not None:
         paths = {layer.name: kept / f"{layer.name}.safetensors" for layer in layers}
     if paths and all(read_metadata(path) is not None for path in paths.values()):

@@ -60,8 +60,13 @@ from compressor.steps.correct.sequential import (
 )
 from compressor.steps.cutting import Conversion, CutFiles
 from compressor.steps.job import check_plan, files_with, left_out_of, stored_partial
-from compressor.steps.prune.planning import Planner, protected_experts
-from compressor.steps.prune.protection import given_protected, listed, with_list
+from compressor.steps.prune.planning import (
+    Planner,
+    given_protected,
+    listed,
+    protected_experts,
+    with_list,
+)
 from compressor.steps.step import Requirements, State, Step
 from compressor.steps.tensors import (
     Named,
@@ -130,12 +135,7 @@ class ConstantsStep(Step[Constants]):
         options = self.options
         total = sum(layer.experts for layer in layers)
         count = len(layers)
-        given = [
-            value
-            for value in (options.experts, options.ratio, options.experts_total)
-            if value is not None
-        ]
-        if len(given) != 1:
+        if (options.experts, options.ratio, options.experts_total).count(None) != 2:
             raise CompressionError(
                 "say how many experts to keep: one of --experts N, --ratio R and --experts-total N"
             )

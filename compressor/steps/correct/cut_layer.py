@@ -5,7 +5,7 @@ T tokens, n of them at a time, K top-k, N experts, H hidden, I intermediate. Rec
 computing dtype, and past a budget in unlinked mapped files. Each of several ranks records its own
 batches' tokens."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressor.data.batches import Calibration
 from compressor.data.emphasis import rebalanced
 from compressor.devices import as_float64
 from compressor.distributed import ranks
@@ -84,26 +85,20 @@ class Recording:
         self,
         model: Any,
         layer: MoeLayer,
-        expected: int,
-        heldout: Collection[int] = (),
-        emphasis: Sequence[Tensor] = (),
-        sources: Sequence[int] = (),
+        calibration: Calibration,
+        balances: bool = False,
     ) -> None:
-        """Record what the layer of the `model` computes from now on; `heldout` are numbers of
-        batches.
-
-        `emphasis` has weights [B, L] of the batches' tokens; none if all count alike. `sources` are
-        those of the batches, none if they are not told apart."""
+        """Record what the layer of the `model` computes from now on; sources of text are told apart
+        if it `balances` them."""
         self.layer = layer
-        self.expected = expected
-        self.heldout = heldout
-        self.emphasis = emphasis
-        self.sources = torch.tensor(sources)
+        self.calibration = calibration
+        self.sources = torch.tensor(calibration.sources if balances else ())
         self.arguments = list[_Argument]()
-        self.numbers = Rows(expected)  # of each token's batch
-        self._inputs = Rows(expected)
-        self._outputs = Rows(expected)
-        self._weights = Rows(expected)
+        self.expected = calibration.tokens
+        # the number of each token's batch, and so on
+        self.numbers, self._inputs, self._outputs, self._weights = (
+            Rows(self.expected) for _ in range(4)
+        )
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._batch = 0
         self._taken = 0  # tokens of this batch
@@ -145,10 +140,11 @@ class Recording:
             if argument.rows is not None:
                 argument.rows.append(value if argument.dim == 0 else value.flatten(0, 1))
         weights = torch.ones(len(hidden), device=output.device)
-        if self.emphasis:
+        if self.calibration.emphasis:
             begin = self._taken
             self._taken += len(hidden)
-            weights = self.emphasis[self._batch].flatten()[begin : self._taken].to(output.device)
+            emphasis = self.calibration.emphasis[self._batch].flatten()
+            weights = emphasis[begin : self._taken].to(output.device)
         self._inputs.append(hidden)
         self._outputs.append(output)
         self._weights.append(weights)
@@ -198,7 +194,8 @@ class Recording:
 
     def positions(self, heldout: bool) -> Tensor:
         """Return the positions [n] of the tokens that are held out, or of the others."""
-        is_heldout = torch.isin(self.batches, torch.tensor([*self.heldout], dtype=torch.int64))
+        numbers = torch.tensor([*self.calibration.heldout], dtype=torch.int64)
+        is_heldout = torch.isin(self.batches, numbers)
         return (is_heldout == heldout).nonzero().flatten()
 
     def places(self, rows: Tensor) -> tuple[Tensor, int]:
@@ -266,9 +263,8 @@ class CutLayer:
         }
         self.count = len(self.parameters["down_proj"])
         # the median over all ranks' tokens of weighted ||y||^2; the mean where most are 0
-        energies = torch.zeros(len(recording.outputs))
-        for rows in torch.arange(len(energies)).split(CHUNK):
-            energies[rows] = recording.outputs[rows].float().square().sum(-1).cpu()
+        chunks = recording.outputs.split(CHUNK)
+        energies = torch.cat([chunk.float().square().sum(-1).cpu() for chunk in chunks])
         all_energies = torch.cat(ranks().all_gather(energies * recording.weights.cpu()))
         typical = 1.0
         if len(all_energies):

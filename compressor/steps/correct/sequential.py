@@ -8,22 +8,25 @@ A guard lowers each layer's error, and all corrections together can still take t
 from its base. So layers with and without corrections are compared side by side at the model's
 output. Corrected ones are the default; undoing them must be a gain."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from compressor.data.batches import Calibration
+from compressor.devices import as_float64
 from compressor.distributed import ranks
 from compressor.divergence.evaluator import FEWEST, Difference, Evaluator, HeldoutProbe
+from compressor.errors import CompressionError
 from compressor.memory import give_back
 from compressor.model.architecture import head_of
 from compressor.model.constant_experts import SUFFIX, Substitutes
 from compressor.model.moe_layer import MoeLayer, layers_by_decoder_layer
-from compressor.model.mtp import Head, MtpStage, kept_heads, mtp_stages
+from compressor.model.mtp import Head, kept_heads, mtp_stages
 from compressor.model.opened import OpenModel, pick_dtype, refuse_shared_experts
 from compressor.model.streaming import (
     DEFAULT_ACTIVATION_BUDGET,
@@ -46,7 +49,6 @@ from compressor.statistics.statistics import (
 from compressor.steps.correct.cut_layer import Recording, RefittedConstants
 from compressor.steps.correct.options import Correct
 from compressor.steps.correct.refit import correct_layer
-from compressor.steps.correct.streams import BaseStream, EarlyBatches
 from compressor.steps.cutting import CutFiles, Tensors, cut_keys, cut_layers
 from compressor.steps.step import Requirements
 from compressor.tensor_cache import read_metadata, save_tensors
@@ -60,6 +62,110 @@ HELDOUT_BUDGET = 2**28  # bytes of outputs that wait behind a layer
 CORRECTED, UNDONE = range(2)  # variants of a comparison
 # beside the cut layers: the measurement, for a run that resumes this one
 EVALUATED = "evaluated.safetensors"
+TOWARD = 0.5  # the default share of the way to the base's own hidden states
+BENT = 0.25  # share by which twice an output may move the hidden states otherwise than twice as far
+
+
+class EarlyBatches(LayerVisitor):
+    """Batches that pass a layer before it has its final form, in a replay, and wait behind it for
+    the others."""
+
+    def __init__(self, offload: ActivationOffload) -> None:
+        self.offload = offload
+        self.outputs: dict[int, Any] = {}  # of the loaded layer, by batch
+        self.passing = False
+
+    def pass_early(
+        self, replay: Replay, numbers: Iterable[int], layer_forward: Forward | None = None
+    ) -> None:
+        """Have these batches pass the loaded layer as it is, or another forward."""
+        self.passing = True
+        replay(numbers, layer_forward)
+        self.passing = False
+
+    def on_layer_output(self, output: Any) -> None:
+        if self.passing:
+            self.outputs[self.at.batch] = output
+            self.offload.keep(self.at.batch, hidden_of(output))
+
+    def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
+        """Return the finished output of a batch that has passed the layer already."""
+        if self.at.batch not in self.outputs:
+            return layer_forward
+        self.offload.forget(self.at.batch)
+        output = self.outputs.pop(self.at.batch)
+        return lambda *args, **kwargs: output
+
+
+class BaseStream(EarlyBatches):
+    """Batches that pass the base's own layers, numbered behind `count` others of the same text in
+    the same order."""
+
+    def __init__(
+        self, model: OpenModel, count: int, offload: ActivationOffload, toward: float | None
+    ) -> None:
+        super().__init__(offload)
+        self.model = model
+        self.count = count
+        # requested share of the way to them; None: the default, if it is defined
+        self.toward = toward
+        self.last = torch.zeros(0)  # hidden states that came out of a layer
+        self.factor = 1.0  # of an expert's output, where it joins the hidden states
+        self.share = 0.0  # of the way that the loaded layer goes
+
+    def on_layer_output(self, output: Any) -> None:
+        self.last = hidden_of(output)
+        super().on_layer_output(output)
+
+    def shift(self, batch: int, hidden: Tensor) -> Tensor | None:
+        """Return how far experts' outputs move toward the base's hidden states, [B, L, H] alike;
+        None if not at all."""
+        if not self.share:
+            return None
+        return self.share * (
+            (hidden_of(self.outputs[batch + self.count]).to(hidden) - hidden) / self.factor
+        )
+
+    def find_factor(self, layers: Sequence[MoeLayer], replay: Replay) -> None:
+        """Find the factor by which the loaded layer's experts' output is multiplied where it joins
+        the hidden states.
+
+        Where it joins them in another way, such as through a norm, or beside that of others, the
+        layer's share is 0; raises `CompressionError` where another is asked for."""
+        layer, *others = layers
+        experts = self.model.partial.model.get_submodule(layer.name)
+        sums = torch.zeros(4, dtype=torch.float64)
+        outputs = []
+
+        def scaled(scale: float, module: Any, args: Any, value: Tensor) -> Tensor:
+            outputs.append(as_float64(value.detach()).flatten())
+            return value * scale
+
+        for number in sorted(self.outputs)[:1]:
+            hidden = []
+            for scale in (0.0, 2.0, 1.0):
+                with experts.register_forward_hook(partial(scaled, scale)):
+                    replay([number])
+                hidden.append(as_float64(self.last).flatten())
+            output = outputs[-1] if outputs else torch.zeros(0)
+            twice = hidden[1] - hidden[0]
+            once = hidden[2] - hidden[0]
+            if not others and output.numel() == once.numel():
+                bent = (twice - 2 * once).square().sum()
+                sums += torch.stack([once @ output, output @ output, once @ once, bent]).cpu()
+            else:
+                sums[3] = torch.inf
+        along, size, moved, bent = ranks().all_reduce(sums).tolist()
+        unknown = bent > BENT**2 * moved
+        if unknown and self.toward is not None:
+            raise CompressionError(
+                f"{layer.name}: its experts' output is changed before it joins the hidden states, "
+                "so the target for "
+                "those is unknown; leave out correct.toward"
+            )
+        share = TOWARD if self.toward is None else self.toward
+        self.share = 0.0 if unknown else share
+        self.factor = along / size if along and size else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +197,18 @@ class LayerWork:
 @dataclass(slots=True)
 class _InOrder(LayerVisitor):
     """Plans and refits each layer on the recorded batches of a pass, then lets them pass the
-    smaller layer."""
+    smaller layer.
+
+    A `probe`'s held-out batches of the base pass the base's own layers, and those without
+    corrections the layers as they are cut."""
 
     model: OpenModel
     calibration: Calibration  # possibly without batches
     work: LayerWork
     files: CutFiles | None
     progress: Progress
+    probe: HeldoutProbe | None = None
     base_stream: BaseStream | None = None
-    base_batches: Sequence[int] = ()  # held-out ones that pass the base's own layers
-    # held-out ones that pass layers as they are cut, without correction
-    cut_batches: Sequence[int] = ()
     early: EarlyBatches = field(
         default_factory=lambda: EarlyBatches(ActivationOffload(HELDOUT_BUDGET))
     )
@@ -138,23 +245,20 @@ class _InOrder(LayerVisitor):
         base = self.base_stream
         if base is not None:
             base.pass_early(replay, range(base.count, 2 * base.count))
-        self.early.pass_early(replay, self.base_batches)
+        self._pass_early(replay, None)
         files = self.files
-        stored = list[LayerPlan | None]()
+        stored: list[Any] = []
         if files is not None:
             stored = ranks().broadcast(lambda: [files.plan(layer) for layer in layers])
-        plans = [plan for plan in stored if plan is not None]
-        if files is None or len(plans) < len(layers):
+        if files is None or None in stored:
             tensors = self._compress(decoder_layer, layers, replay)
         else:
             # an earlier run has finished all of them
-            self.plans |= {plan.module: plan for plan in plans}
+            self.plans |= {plan.module: plan for plan in stored}
             tensors = _tensors_in(files, self.model.partial.device, layers)
-            if self.cut_batches:
+            if self.probe is not None:
                 cut = cut_layers(self.model.partial.model, layers, self.plans)
-                self.early.pass_early(
-                    replay, self.cut_batches, self.smaller.fill(decoder_layer, cut)
-                )
+                self._pass_early(replay, UNDONE, self.smaller.fill(decoder_layer, cut))
             self._fill(decoder_layer, layers, tensors)
         self.smaller.put_constants(refitted_constants(layers, self.plans, tensors))
 
@@ -167,24 +271,31 @@ class _InOrder(LayerVisitor):
     def on_layer_end(self, decoder_layer: str) -> None:
         self.smaller.release()
 
+    def _pass_early(
+        self, replay: Replay, variant: int | None, layer_forward: Forward | None = None
+    ) -> None:
+        """Have the probe's batches of a variant pass the loaded layer as it is, or this forward."""
+        if self.probe is not None:
+            self.early.pass_early(replay, self.probe.numbers_of(variant), layer_forward)
+
     def _compress(self, decoder_layer: str, layers: Sequence[MoeLayer], replay: Replay) -> Tensors:
         """Plan, cut and correct the loaded layers, and keep them; returns their constants, if they
         have any, by key."""
+        work = self.work
         recordings = self._plan(layers, replay)
         tensors = cut_layers(self.model.partial.model, layers, self.plans)
-        if self.work.constants is not None:  # routers stay whole
+        if work.constants is not None:  # routers stay whole
             experts = tuple(f"{layer.name}." for layer in layers)
             tensors = {key: value for key, value in tensors.items() if key.startswith(experts)}
-        layer_forward = self._fill(decoder_layer, layers, tensors)
-        self.early.pass_early(replay, self.cut_batches, layer_forward)
-        constants = dict[str, Tensor]()
+        self._pass_early(replay, UNDONE, self._fill(decoder_layer, layers, tensors))
+        constants = {}
         for layer in layers[: len(recordings)]:
             give_back()
             writing = pick_dtype("auto", self.model.config, self.model.checkpoint)
             plan = self.plans[layer.name]
             refitted = None
-            if self.work.constants is not None:
-                values = self.work.constants[layer.name].values
+            if work.constants is not None:
+                values = work.constants[layer.name].values
                 wide = values.to(self.model.partial.device, torch.float32, copy=True)
                 kept = [group.members[0] for group in plan.groups]
                 slots = torch.tensor([*kept, *plan.constants], device=wide.device).argsort()
@@ -194,8 +305,8 @@ class _InOrder(LayerVisitor):
                 self.smaller.model,
                 layer,
                 recordings.pop(0),  # freed before the layer is written
-                self.work.correction,
-                self.work.seed,
+                work.correction,
+                work.seed,
                 writing,
                 refitted,
                 self.progress,
@@ -223,21 +334,14 @@ class _InOrder(LayerVisitor):
             self.base_stream.find_factor(layers, replay)
         for layer in layers if calibration.batches else ():
             if work.needs:
-                collector = CalibrationCollector(
-                    self.model, layer, work.needs, calibration, self.routers, work.seed
+                collectors.append(
+                    CalibrationCollector(
+                        self.model, layer, work.needs, calibration, self.routers, work.seed
+                    )
                 )
-                collectors.append(collector)
             if work.measure or work.correction.wanted:
-                sources = calibration.sources if work.correction.balances else ()
-                recording = Recording(
-                    self.model.partial.model,
-                    layer,
-                    calibration.tokens,
-                    calibration.heldout,
-                    calibration.emphasis,
-                    sources,
-                )
-                recordings.append(recording)
+                balances = work.correction.balances
+                recordings.append(Recording(self.model.partial.model, layer, calibration, balances))
         self.active = [*collectors, *recordings]
         if self.active:
             replay(range(len(calibration.batches)))
@@ -317,62 +421,6 @@ def _tensors_in(files: CutFiles, device: torch.device, layers: Sequence[MoeLayer
     return tensors
 
 
-def _compress_model(
-    model: OpenModel,
-    work: LayerWork,
-    calibration: Calibration,
-    progress: Progress,
-    phase: str,
-    files: CutFiles | None,
-    probe: HeldoutProbe | None = None,
-    mtp_stage: MtpStage | None = None,
-) -> tuple[LayerPlan, ...]:
-    """Compress one model's layers; with an `mtp_stage` the batches go on to the model's output."""
-    batches = calibration.batches
-    evaluation = [] if probe is None else probe.batches
-    state = _InOrder(model, calibration, work, files, progress)
-    share = ranks().share(batches)
-    budget = DEFAULT_ACTIVATION_BUDGET
-    visitors: list[LayerVisitor] = [state]
-    if work.correction.wanted and work.correction.toward != 0:
-        budget //= 2
-        state.base_stream = BaseStream(
-            model, len(batches), ActivationOffload(budget), work.correction.toward
-        )
-        share = ranks().share(batches, batches)
-        batches = (*batches, *batches)
-        visitors.append(state.base_stream)
-    if probe is not None:
-        probe.first = len(batches)
-        state.base_batches = probe.numbers_of(None)
-        state.cut_batches = probe.numbers_of(UNDONE)
-        share |= {*state.base_batches, *probe.numbers_of(CORRECTED), *state.cut_batches}
-        visitors += [state.early, probe]
-    if mtp_stage is not None:
-        visitors.append(mtp_stage)
-    if isinstance(files, LayerVisitor):
-        visitors.append(files)
-    batches = (*batches, *evaluation)
-    text_pass = Pass(
-        model,
-        batches,
-        progress,
-        phase,
-        work.seed,
-        to_end=mtp_stage is not None,
-        finishing=range(len(batches) - len(evaluation), len(batches)),
-        share=share,
-        activation_budget=budget,
-    )
-    text_pass.run(*visitors)
-    if files is not None:
-        files.flush()
-    ranks().barrier()  # until all layers are saved
-    return tuple(
-        state.plans[layer.name] for layer in model.architecture.layers if layer.name in state.plans
-    )
-
-
 def compress_sequentially(
     model: OpenModel,
     work: LayerWork,
@@ -389,25 +437,62 @@ def compress_sequentially(
     evaluator's `probe` run through the compressed model to its end. Multi-token-prediction `heads`
     follow, on what the smaller model outputs."""
     refuse_shared_experts(model)
-    calibration = calibration or Calibration((), {})
-    if not heads:
-        return _compress_model(model, work, calibration, progress, phase, files, probe)
-    plans: tuple[LayerPlan, ...] = ()
-    for number, mtp_stage in enumerate(mtp_stages(model, heads, calibration.batches)):
-        # a head has the later tokens
-        emphasis = tuple(weights[:, number:] for weights in calibration.emphasis)
-        text = replace(calibration, batches=mtp_stage.batches, emphasis=emphasis)
-        stage_work = work
-        stage_files = files
-        if mtp_stage.head is not None:
-            stage_work = work.of_head(mtp_stage.head)
-            stage_files = files and files.of_head(number - 1)
-        last = mtp_stage if mtp_stage.following is not None else None
-        with mtp_stage.hooked():
-            plans += _compress_model(
-                mtp_stage.model, stage_work, text, progress, phase, stage_files, mtp_stage=last
+    text = calibration or Calibration((), {})
+    plans = list[LayerPlan]()
+    for number, mtp_stage in enumerate(mtp_stages(model, heads, text.batches)):
+        with mtp_stage.hooked() if heads else nullcontext():
+            state = _InOrder(model, text, work, files, progress, probe)
+            if mtp_stage.head is not None:
+                # a head has the later tokens
+                emphasis = tuple(weights[:, number:] for weights in text.emphasis)
+                later = replace(text, batches=mtp_stage.batches, emphasis=emphasis)
+                stage_work = work.of_head(mtp_stage.head)
+                stage_files = files and files.of_head(number - 1)
+                state = _InOrder(mtp_stage.model, later, stage_work, stage_files, progress)
+            batches = state.calibration.batches
+            evaluation = []
+            share = ranks().share(batches)
+            budget = DEFAULT_ACTIVATION_BUDGET
+            visitors: list[LayerVisitor] = [state]
+            correction = state.work.correction
+            if correction.wanted and correction.toward != 0:
+                budget //= 2
+                offload = ActivationOffload(budget)
+                base = BaseStream(state.model, len(batches), offload, correction.toward)
+                state.base_stream = base
+                share = ranks().share(batches, batches)
+                batches = (*batches, *batches)
+                visitors.append(base)
+            if probe is not None:
+                probe.first = len(batches)
+                evaluation = probe.batches
+                for variant in (None, CORRECTED, UNDONE):
+                    share |= {*probe.numbers_of(variant)}
+                visitors += [state.early, probe]
+            if mtp_stage.following is not None:
+                visitors.append(mtp_stage)
+            if isinstance(state.files, LayerVisitor):
+                visitors.append(state.files)
+            finishing = range(len(batches), len(batches) + len(evaluation))
+            text_pass = Pass(
+                state.model,
+                (*batches, *evaluation),
+                progress,
+                phase,
+                work.seed,
+                to_end=mtp_stage.following is not None,
+                finishing=finishing,
+                share=share,
+                activation_budget=budget,
             )
-    return plans
+            text_pass.run(*visitors)
+            if state.files is not None:
+                state.files.flush()
+            ranks().barrier()  # until all layers are saved
+        for layer in state.model.architecture.layers:
+            if layer.name in state.plans:
+                plans.append(state.plans[layer.name])
+    return tuple(plans)
 
 
 def correct(

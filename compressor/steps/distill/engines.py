@@ -321,7 +321,7 @@ class _Engine:
     def rounded(self, layer: TrainedLayer, stored: Tensors, masters: Tensors) -> Tensors:
         """Return what a layer computes with once its masters are stored."""
         partial = self.model.partial
-        rounded = dict[str, Tensor]()
+        rounded = {}
         for key, value in layer.values(stored, masters).items():
             value = value.detach().to(self.stored[key]).float()
             rounded[key] = value.to(partial.device, partial.empty[key].dtype)

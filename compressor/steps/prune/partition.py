@@ -67,7 +67,7 @@ def group_experts(
     generator = torch.Generator().manual_seed(seed)
     values = rounded(table, noise)
     partition = [range(len(table))] if blocks is None else blocks
-    groups = list[Members]()
+    groups = []
     objective = cost = 0.0
     is_proved = True
     for block in partition:

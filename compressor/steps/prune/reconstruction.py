@@ -61,7 +61,7 @@ class SmallerRouter:
                     equal_rows_before(value, tensor.dim, layer.experts).any()
                 )
         # tensors that the block passes to its router, such as a bias: identified by their address
-        passed_tensors = dict[int, ExpertTensor]()
+        passed_tensors = {}
         for name, value in weights.block.state_dict(keep_vars=True).items():
             key = f"{layer.block}.{name}"
             if key in by_key and not key.startswith((f"{layer.router}.", f"{layer.name}.")):
@@ -96,7 +96,7 @@ class SmallerRouter:
             ]
 
         def mix(tensor: ExpertTensor, value: Tensor) -> Tensor:
-            mixed = list[Tensor]()
+            mixed = []
             for coefficients, group in zip(shares, plan.groups, strict=True):
                 row = torch.zeros((), device=value.device)
                 for coefficient, expert in zip(coefficients, group.members, strict=True):
@@ -114,14 +114,14 @@ class SmallerRouter:
         if tokens == 0:  # of a layer that no token reached, not even the arguments are known
             nothing = torch.zeros(0, self.layer.top_k, device=self.device)
             return nothing, nothing.long()
-        arguments = list[tuple[str | None, Any]]()
+        arguments = []
         for name, value, dim, tensor in self._arguments:
             if tensor is not None:
                 value = select(tensor, value)
             elif dim is not None and rows is not None:
                 value = value.index_select(dim, rows)
             arguments.append((name, value))
-        tensors = dict[str, Tensor]()
+        tensors = {}
         for name, (value, tensor) in self._tensors.items():
             if tensor is not None:
                 value = select(tensor, value)
@@ -132,7 +132,7 @@ class SmallerRouter:
             # only the rows that integers among the arguments may name are remapped, as tables may
             # be long; all where none are whole numbers
             named = torch.arange(len(table), device=table.device)
-            numbers = list[Tensor]()
+            numbers = []
             for _, value in arguments:
                 if isinstance(value, Tensor) and value.dtype == torch.long:
                     numbers.append(value.flatten())

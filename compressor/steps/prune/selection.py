@@ -108,7 +108,7 @@ def merge_groups(
     (its lowest, where these are not known) when the plan is carried out."""
     merge_needs(method, merge_routers)
     counts = stats.values.get("routed_count")
-    merged = list[Group]()
+    merged = []
     for members in (tuple(sorted(group)) for group in groups):
         shares = coefficients(members, "uniform" if method == "learned" else method, counts)
         leader = _leader(members, counts)
@@ -200,8 +200,8 @@ def learn_coefficients(
     optimizer = torch.optim.Adam(
         [tensor for tensor in learned if tensor.requires_grad], lr=LEARNING_RATE
     )
-    losses = list[float]()
-    states = list[list[Tensor]]()
+    losses = []
+    states = []
     for step in range(steps + 1):
         optimizer.zero_grad()
         shares = [logits.softmax(0) for logits in merge.logits] if merge_routers else None
@@ -218,7 +218,7 @@ def learn_coefficients(
             weights.backward((chosen * slope[:, None]).sum(-1))
         optimizer.step()
     best = stable_argmin(losses, SQUARED)
-    groups = list[Group]()
+    groups = []
     for slot, group in enumerate(plan.groups):
         if len(group.members) > 1:
             shares64 = as_float64(states[best][slot]).softmax(0)
@@ -249,7 +249,7 @@ class Block:
 def blocks_of(layer: MoeLayer, keep: int, protected: frozenset[int]) -> list[Block]:
     """Return the blocks of a layer that keeps `keep` experts; refuses protected experts that do not
     fit."""
-    blocks = list[Block]()
+    blocks = []
     capacity = keep // layer.routing_groups
     for experts in competing(layer):
         fixed = tuple(expert for expert in experts if expert in protected)

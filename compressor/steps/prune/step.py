@@ -23,8 +23,7 @@ from compressor.steps.cutting import CutFiles, through_model
 from compressor.steps.job import make_job, untouched
 from compressor.steps.layer_files import LayerFiles
 from compressor.steps.prune.options import Prune, protector_of
-from compressor.steps.prune.planning import Planner, protected_experts, spec_of
-from compressor.steps.prune.protection import with_list
+from compressor.steps.prune.planning import Planner, protected_experts, spec_of, with_list
 from compressor.steps.split.view import as_decided, chosen_parts, partitioned, seen_as, shapes
 from compressor.steps.step import Requirements, State, Step
 from compressor.steps.tensors import OutputJob

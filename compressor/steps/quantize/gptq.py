@@ -7,7 +7,8 @@ I]."""
 import torch
 from torch import Tensor
 
-from compressor.steps.quantize.scheme import ROW, Scales, Scheme
+from compressor.steps.quantize.options import ROW
+from compressor.steps.quantize.scheme import Scales, Scheme
 
 DAMPING = 0.01  # of the mean diagonal of H
 BLOCK = 128  # columns whose errors are passed on to the rest at once

@@ -1,11 +1,59 @@
-"""Options of the step `quantize`: weights in fewer bits, stored as compressed-tensors store
-them."""
+"""Options of the step `quantize`, and its number formats: weights in fewer bits, stored as
+compressed-tensors store them."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
+from compressor.model.serving import LLAMA_CPP
 from compressor.recipe.step import StepOptions
+
+ROW = -1  # group size of one scale for each row, as others write it
+# by name, that can load compressed-tensors
+SERVERS = {"vllm": "vLLM", "sglang": "SGLang", LLAMA_CPP: "llama.cpp's converter"}
+
+
+@dataclass(frozen=True, slots=True)
+class NumberFormat:
+    """All facts of a number format."""
+
+    bits: int
+    servers: tuple[str, ...] = ()  # that load experts in it
+    storage: str = "pack-quantized"  # compressed-tensors' name of how it is stored
+    group_size: int | None = None  # None leaves it to the user
+    preset: str | None = None  # compressed-tensors' scheme, where it has one
+    clipped: bool = False  # a smaller range may gain something
+
+
+# Servers were read on 2026-11-25; checkpoint/loader_fault.py asks transformers itself.
+# vllm/model_executor/layers/quantization/compressed_tensors/compressed_tensors_moe/
+# compressed_tensors_moe.py: WNA16 of 4 and 8 bits alone (WNA16_SUPPORTED_BITS), MXFP4, NVFP4 with
+# activations as they are, FP8.
+# python/sglang/srt/layers/quantization/compressed_tensors/compressed_tensors.py (get_moe_scheme):
+# WNA16 and FP8; NVFP4 with activations as they are from 0.5.22 on.
+# llama.cpp's conversion/base.py (dequant_model, _generate_nvfp4_tensors), which dequantises: no
+# MXFP4, no 3 bits, NVFP4 of experts only under some names, and integers only in groups.
+FORMATS: Mapping[str, NumberFormat] = {
+    "fp8": NumberFormat(8, (*SERVERS,), "float-quantized", ROW, "FP8_DYNAMIC"),
+    "int8": NumberFormat(8, (*SERVERS,)),
+    "int4": NumberFormat(4, (*SERVERS,), clipped=True),
+    "int3": NumberFormat(3, clipped=True),
+    "int2": NumberFormat(2, (LLAMA_CPP,), clipped=True),
+    "mxfp4": NumberFormat(4, ("vllm",), "mxfp4-pack-quantized", 32, "MXFP4A16"),
+    "nvfp4": NumberFormat(
+        4, ("vllm", "sglang"), "nvfp4-pack-quantized", 16, "NVFP4A16", clipped=True
+    ),
+}
+
+
+def loaders(scheme: str, by_row: bool) -> list[str]:
+    """Return the servers that load experts in a format, with scales by row or by group."""
+    servers = {*FORMATS[scheme].servers}
+    if by_row and scheme.startswith("int"):
+        servers.discard(LLAMA_CPP)
+    return [name for server, name in SERVERS.items() if server in servers]
 
 
 class Quantize(StepOptions):

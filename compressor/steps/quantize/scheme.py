@@ -19,8 +19,8 @@ from torch.nn.functional import pad
 from compressor.checkpoint.reader import DTYPE_NAMES, tensor_bytes
 from compressor.errors import CompressionError
 from compressor.extras import require
+from compressor.steps.quantize.options import FORMATS, ROW
 
-ROW = -1  # group size of one scale for each row, as others write it
 GROUPS = (128, 64, 32)  # tried in this order where none is named
 SHRINK = [1 - 0.025 * step for step in range(27)]  # by which clip search scales the range
 AT_ONCE = 2**18  # weights that are computed with at once on a CPU: few enough to stay in the cache
@@ -28,28 +28,6 @@ FP4_MAX = 6.0
 FP8_MAX = 448.0
 FP4 = ("mxfp4", "nvfp4")
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
-
-
-@dataclass(frozen=True, slots=True)
-class NumberFormat:
-    """The facts of a number format, whose name stands in options.py, too."""
-
-    bits: int
-    storage: str = "pack-quantized"  # compressed-tensors' name of how it is stored
-    group_size: int | None = None  # None leaves it to the user
-    preset: str | None = None  # compressed-tensors' scheme, where it has one
-    clipped: bool = False  # a smaller range may gain something
-
-
-NUMBER_FORMATS: Mapping[str, NumberFormat] = {
-    "fp8": NumberFormat(8, "float-quantized", ROW, "FP8_DYNAMIC"),
-    "int8": NumberFormat(8),
-    "int4": NumberFormat(4, clipped=True),
-    "int3": NumberFormat(3, clipped=True),
-    "int2": NumberFormat(2, clipped=True),
-    "mxfp4": NumberFormat(4, "mxfp4-pack-quantized", 32, "MXFP4A16"),
-    "nvfp4": NumberFormat(4, "nvfp4-pack-quantized", 16, "NVFP4A16", clipped=True),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +53,12 @@ class Scheme:
 
     @property
     def bits(self) -> int:
-        return NUMBER_FORMATS[self.name].bits
+        return FORMATS[self.name].bits
 
     @property
     def format(self) -> str:
         """The name of the storage in compressed-tensors."""
-        return NUMBER_FORMATS[self.name].storage
+        return FORMATS[self.name].storage
 
     @cached_property
     def described(self) -> Any:
@@ -93,7 +71,7 @@ class Scheme:
             preset_name_to_scheme,
         )
 
-        preset = NUMBER_FORMATS[self.name].preset
+        preset = FORMATS[self.name].preset
         if preset is not None:
             scheme = preset_name_to_scheme(preset, ["Linear"])
             return scheme.model_copy(update={"format": self.format})
@@ -179,7 +157,7 @@ class Scheme:
         group. NVFP4's global scale is that of the `largest` [B] weight, if given."""
         most = self.ranges(weight)
         unclipped = self.scales_of(most, dtype, largest)
-        if not clip or not NUMBER_FORMATS[self.name].clipped:
+        if not clip or not FORMATS[self.name].clipped:
             return unclipped
         chosen = []
         for number, matrix in enumerate(self._grouped(weight)):
@@ -345,7 +323,7 @@ def scheme_for(name: str, group_size: int | None, columns: Iterable[int]) -> Sch
     widths = sorted(set(columns))
     common = math.gcd(*widths)
     dividing = [size for size in (256, *GROUPS, 16, 8) if common % size == 0]
-    fixed = NUMBER_FORMATS[name].group_size
+    fixed = FORMATS[name].group_size
     if fixed is not None and group_size not in (None, fixed):
         what = "one scale a row (-1)" if fixed == ROW else f"groups of {fixed}"
         raise CompressionError(f"quantize: {name} has {what}; leave group_size out")

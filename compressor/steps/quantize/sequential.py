@@ -8,7 +8,6 @@ rounded gate and up give it. Tokens wait as they are, so that few experts' Hessi
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,29 +35,15 @@ ON_DEVICE = 2**31
 CHUNK = 4096  # tokens whose outer products are added up at once
 
 
-@dataclass(slots=True)
-class RoutedTokens:
-    """Hidden states [T, H] at a layer's experts, and the chosen experts [T, K]; -1 for an unused
-    choice."""
-
-    hidden: Rows
-    index: Rows
-
-    def called(self, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
-        """Record a call of the experts."""
-        self.hidden.append(hidden)
-        self.index.append(index.masked_fill(weights == 0, -1))
-
-    def by_expert(self, experts: int) -> Sequence[Tensor]:
-        """Return the rows [n] of each expert's tokens, which count once even if a token chose it
-        twice."""
-        index = self.index.value.long()
-        tokens = max(1, len(index))
-        pairs = index * tokens + torch.arange(len(index), device=index.device)[:, None]
-        pairs = pairs[index >= 0].unique()
-        counts = (pairs // tokens).bincount(minlength=experts)
-        rows: Sequence[Tensor] = (pairs % tokens).split(counts.tolist())
-        return rows
+def rows_by_expert(index: Tensor, experts: int) -> Sequence[Tensor]:
+    """Return the rows [n] of each expert's tokens among the chosen experts [T, K], -1 for an unused
+    choice; a token counts once even if it chose an expert twice."""
+    tokens = max(1, len(index))
+    pairs = index.long() * tokens + torch.arange(len(index), device=index.device)[:, None]
+    pairs = pairs[index >= 0].unique()
+    counts = (pairs // tokens).bincount(minlength=experts)
+    rows: Sequence[Tensor] = (pairs % tokens).split(counts.tolist())
+    return rows
 
 
 def summed(hessians: Tensor, matrices: Sequence[Matrix]) -> Tensor:
@@ -106,17 +91,25 @@ class Quantizing(LayerVisitor):
             self._quantize_dense(dense, partial(replay, batches))
         owners = {matrix.owner for matrix in matrices}
         layers = [layer for layer in self.at.moe_layers if layer.name in owners]
-        tokens = self.calibration.tokens
-        routed = {layer.name: RoutedTokens(Rows(tokens), Rows(tokens)) for layer in layers}
+        # hidden states [T, H] at each layer's experts, and the chosen experts [T, K]
+        states = {layer.name: Rows(self.calibration.tokens) for layer in layers}
+        choices = {layer.name: Rows(self.calibration.tokens) for layer in layers}
+
+        def called(name: str, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
+            states[name].append(hidden)
+            choices[name].append(index.masked_fill(weights == 0, -1))
+
         with ExitStack() as stack:
             for layer in layers:  # a single layer's output is not read
-                called = routed[layer.name].called
-                hooks = moe_hooks(live, layer, on_experts=called, computing=len(layers) > 1)
+                record = partial(called, layer.name)
+                hooks = moe_hooks(live, layer, on_experts=record, computing=len(layers) > 1)
                 stack.enter_context(hooks)
             replay(batches)
         for layer in layers:
             layer_matrices = [matrix for matrix in matrices if matrix.owner == layer.name]
-            self._quantize_experts(layer, routed[layer.name], layer_matrices)
+            rows = rows_by_expert(choices.pop(layer.name).value, layer.experts)
+            hidden = states.pop(layer.name).value
+            self._quantize_experts(layer, hidden, rows, layer_matrices)
         if ranks().is_first:
             save_tensors(file, self.tensors, {})
         ranks().barrier()
@@ -124,7 +117,7 @@ class Quantizing(LayerVisitor):
 
     def _quantize_dense(self, dense: Sequence[Matrix], run: Callable[[], None]) -> None:
         device = self.writer.model.partial.device
-        totals = dict[str, Tensor]()
+        totals = {}
         for matrix in dense:
             totals[matrix.owner] = torch.zeros(matrix.columns, matrix.columns, device=device)
 
@@ -142,15 +135,17 @@ class Quantizing(LayerVisitor):
             self._round([[matrix]], inverse_factor(hessian))
 
     def _quantize_experts(
-        self, layer: MoeLayer, routed: RoutedTokens, matrices: Sequence[Matrix]
+        self,
+        layer: MoeLayer,
+        hidden: Tensor,
+        rows: Sequence[Tensor],
+        matrices: Sequence[Matrix],
     ) -> None:
         experts = self.at.model.get_submodule(layer.name)
         device = self.writer.model.partial.device
         by_part = {(matrix.expert, matrix.part): matrix for matrix in matrices}
         most = max(matrix.columns for matrix in matrices)
         at_once = max(1, (HESSIANS if device.type == "cpu" else ON_DEVICE) // (4 * most**2))
-        rows = routed.by_expert(layer.experts)
-        hidden = routed.hidden.value
         inner = ("gate", "up") if experts.has_gate else ("up",)
         for numbers in torch.arange(layer.experts).split(at_once):
             batch = numbers.tolist()

@@ -11,12 +11,11 @@ from compressor.document.blocks import Block, Text
 from compressor.errors import CompressionError
 from compressor.formatting import joined
 from compressor.model.opened import OpenModel
-from compressor.model.serving import loaders
 from compressor.recipe.step import StepOptions
 from compressor.steps.job import OutputSize, output_size, stored_dtype, stored_partial
 from compressor.steps.quantize.matrices import Matrices, find_matrices
-from compressor.steps.quantize.options import Quantize
-from compressor.steps.quantize.scheme import ROW, Scheme, scheme_for
+from compressor.steps.quantize.options import ROW, Quantize, loaders
+from compressor.steps.quantize.scheme import Scheme, scheme_for
 from compressor.steps.quantize.sequential import quantize_sequentially
 from compressor.steps.quantize.writing import Writer
 from compressor.steps.step import Requirements, State, Step

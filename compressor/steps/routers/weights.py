@@ -90,7 +90,7 @@ def _layer_tensors(model: OpenModel, weights: Weights) -> LayerTensors:
     """Return these router tensors by decoder layer, in the dtype of the model's own."""
 
     def tensors(decoder_layer: str) -> Weights | None:
-        changed = dict[str, Tensor]()
+        changed = {}
         for key, weight in weights.items():
             if key.startswith(f"{decoder_layer}."):
                 present = model.partial.model.get_parameter_or_buffer(key)
@@ -274,7 +274,7 @@ def line_search(
 
     choices = [(ridge, step) for ridge in ridges for step in steps]
     longest = max(steps)
-    trials = list[RouterTrial]()
+    trials = []
     while True:
         weights = [moved(*choice) for choice in choices]
         measured = evaluate_trials(model, evaluator, weights)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compressor.errors import CompressionError
@@ -61,6 +61,7 @@ json_values = st.recursive(
 )
 
 
+@settings(max_examples=30)
 @given(st.dictionaries(st.text(), json_values, max_size=4))
 def test_readable_json_is_the_same_json(content: dict[str, Any]) -> None:
     assert json.loads(readable_json(content)) == content
@@ -147,17 +148,13 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "scale zero": (group(scale=0), "scale 0.0; it must be a positive number"),
     "head no member": (group(head=3), r"group \[0\] has head 3, which is none of its"),
     "scale of nothing": (group(scale=1e-300), "scale 1e-300; it must be .* float32 holds"),
-    "scaled beyond float32": (
-        group(members=[0, 1], coefficients=[30000, -29999], router_coefficients=[1, 0], scale=3e38),
-        "times its coefficients it is more than float32 holds",
-    ),
     "groups missing": (
         lambda c: first_layer(c).update(groups=first_layer(c)["groups"][:3], dropped=[]),
         "3 groups, but the plan keeps 4 experts in every layer",
     ),
     "count edited": (decided(experts=5), "4 groups, but the plan keeps 5"),
-    "dropped and kept": (lambda c: first_layer(c)["dropped"].append(0), "expert 0 is in a group and in 'dropped'"),
-    "dropped nobody": (lambda c: first_layer(c)["dropped"].append(42), "'dropped' names expert 42, which does not"),
+    "dropped and kept": (lambda c: first_layer(c)["dropped"].append(0), "'dropped' names expert 0, .* take it out"),
+    "dropped nobody": (lambda c: first_layer(c)["dropped"].append(42), "'dropped' names expert 42, .* take it out"),
     "layer twice": (lambda c: pruned(c)["layers"].append(first_layer(c)), "layers.0.mlp.experts appears twice"),
     "layers a text": (decided(layers="all"), "layers should be a list"),
     "group a list": (layer(groups=[[0, 1]]), r"groups\[0\] should be an object, it is \[0, 1\]"),
@@ -170,10 +167,7 @@ EDITS: dict[str, tuple[Edit, str]] = {
         decided(protected={LAYER.replace("0", "9"): [0]}),
         r"names model\.layers\.9.*the plan does not have",
     ),
-    "protected beyond": (
-        decided(protected={LAYER: [8]}),
-        "protected expert 8 does not exist; experts are numbered 0 to 7",
-    ),
+    "protected beyond": (decided(protected={LAYER: [8]}), "expert 8 is protected, but is not kept as it is"),
     "protected a list": (decided(protected=[2]), "protected should be an object"),
     "protected and scaled": (
         lambda c: (decided(protected={LAYER: [0]})(c), group(scale=0.5)(c)),
@@ -215,7 +209,7 @@ def test_dropped_may_be_left_out_or_say_less() -> None:
 def test_a_dropped_expert_may_be_moved_into_a_group() -> None:
     content = json.loads(a_plan().to_json())
     first_group(content).update(members=[0, 1], coefficients=[0.75, 0.25], router_coefficients=[1, 0])
-    with pytest.raises(CompressionError, match="expert 1 is in a group and in 'dropped'"):
+    with pytest.raises(CompressionError, match="'dropped' names expert 1,"):
         Plan.from_dict(content)
     first_layer(content)["dropped"].remove(1)
     plan = Plan.from_dict(content).expert_plan
@@ -232,14 +226,14 @@ def test_router_coefficients_follow_the_others_if_left_out() -> None:
 def test_routing_groups_must_stay_equal_whole_and_in_order() -> None:
     layer = moe_layer(groups=2)
     assert len(LayerPlan.keep(layer, [0, 1, 4, 6]).groups) == 4
-    with pytest.raises(CompressionError, match=r"keep unequal numbers of experts, \[3, 1\]"):
+    with pytest.raises(CompressionError, match=r"group \[2\] has a place of routing group 1; keep equally many"):
         LayerPlan.keep(layer, [0, 1, 2, 4])
     with pytest.raises(CompressionError, match="3 experts do not divide into its 2 routing groups"):
         LayerPlan.keep(layer, [0, 1, 4])
-    with pytest.raises(CompressionError, match=r"group \[0, 5\] mixes experts of different routing groups"):
+    with pytest.raises(CompressionError, match=r"group \[0, 5\] has a place of routing group 0"):
         LayerPlan.of(layer, [Group((0, 5), (0.5, 0.5), (0.5, 0.5)), Group.single(4)])
     whole = LayerPlan.keep(layer, [0, 1, 4, 6])
-    with pytest.raises(CompressionError, match="not in the order of the routing groups"):
+    with pytest.raises(CompressionError, match="in order, and mix none"):
         replace(whole, groups=whole.groups[::-1])
 
 

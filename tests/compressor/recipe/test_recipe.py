@@ -106,8 +106,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "an unknown step": ("steps: [prune, distil]", r"no step 'distil' at steps\[1\]; did you mean 'distill'"),
     "a huge number": (f"seed: {'9' * 400}", "seed has too many digits"),
     "a number out of range": ("seed: -1", "seed should be greater than or equal to 0, it is -1"),
-    "a step of the first recipes": ("steps: [prune, correct]", r"steps\[1\]: correct is an option of prune and"),
-    "another one": ("steps: [split: {parts: 2}, prune]", r"write prune: {ratio: 0.25, split: 2}, or --set prune.split"),
     "a correction that is none": ("steps: [prune: {correct: tuned}]", r"correct: method should be"),
     "no task": ("gate: {tasks: []}", "a gate judges tasks, answers or text; name tasks, prompts or text"),
     "a tag": ("model: !!python/object/apply:os.system ['true']", "is not valid YAML .*os.system"),

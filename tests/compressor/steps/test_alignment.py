@@ -145,7 +145,7 @@ def planned(folder: Path, groups: list[Group]) -> Plan:
     return by_hand(Decided(source, len(groups), "by hand", {}, None, layers))
 
 
-@pytest.mark.parametrize("name", zoo.sweep(END_TO_END))
+@pytest.mark.parametrize("name", ["gpt_oss", "nemotron_h", *map(zoo.full, ("mixtral", "granitemoe", "deepseek_v3"))])
 def test_what_is_written_computes_what_the_original_does(name: str, tmp_path: Path) -> None:
     model = with_twins(name)
     model.save_pretrained(tmp_path / "in")

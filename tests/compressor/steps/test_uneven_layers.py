@@ -34,9 +34,8 @@ def test_a_plan_that_keeps_other_numbers_in_other_layers_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "is_flat", [True, pytest.param(False, marks=pytest.mark.full)]
-)  # as published checkpoints have the text's fields: at the top level
+# published checkpoints have the text's fields at the top level
+@pytest.mark.parametrize("is_flat", [zoo.full(False), True])
 def test_the_uneven_experts_of_a_vision_tower_stay_beside_a_smaller_language_model(
     is_flat: bool, run: Run, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from compressor.data.batches import Calibration
 from compressor.divergence.evaluator import Evaluator
 from compressor.errors import CompressionError
 from compressor.model.substitution import Substitution
@@ -28,7 +29,7 @@ from compressor.steps.constants.search import (
     substitutes_of,
 )
 from compressor.steps.correct.cut_layer import CutLayer, Recording, RefittedConstants
-from compressor.steps.correct.ridge import refit_constants
+from compressor.steps.correct.refit import refit_constants
 from tests.support import opened_models
 
 
@@ -128,8 +129,8 @@ def test_refitted_constants_are_the_weighted_least_squares_of_what_the_layer_mis
     layer = model.architecture.layers[1]
     dropped, kept = [1, 4, 6], [0, 2, 3, 5, 7]
     emphasis = 0.5 + torch.rand(6, 16, generator=torch.Generator().manual_seed(1))
-    recording = Recording(stock, layer, 96, emphasis=(emphasis,))
     parts = opened_models.batches(stock, (4, 2), 16)
+    recording = Recording(stock, layer, Calibration(tuple(parts), {}, emphasis=(emphasis,)))
     calls = opened_models.plain_calls(stock, model.architecture, parts)[layer.name]
     recording.detach()
     experts, block = stock.get_submodule(layer.name), stock.get_submodule(layer.block)

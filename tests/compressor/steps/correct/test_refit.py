@@ -1,5 +1,6 @@
 """The guard around a correction: what is judged is what will be stored, and nothing worse than the plan is kept."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,7 +75,8 @@ def test_the_error_told_is_that_of_the_stored_tensors(name: str, how: Correct) -
 def test_layers_that_too_few_tokens_reached_stay(missing: str) -> None:
     found = cut_case("mixtral")
     before = state(found)
-    found.recording.heldout = {0, 1} if missing == "fit" else ()
+    heldout = frozenset({0, 1} if missing == "fit" else ())
+    found.recording.calibration = replace(found.recording.calibration, heldout=heldout)
     found.recording.numbers = Rows(0) if missing == "both" else found.recording.numbers
     figures = corrected(found, TUNE)
     assert figures["kept"] == "none" and same(state(found), before)
@@ -94,7 +96,7 @@ def test_the_worst_of_two_sources_counts_more(how: Correct) -> None:
             found.recording.numbers.buffer[second] = batch + 1
             found.recording.outputs[second] *= -1
             by_source += [first, second]
-        found.recording.heldout = {2, 3}
+        found.recording.calibration = replace(found.recording.calibration, heldout=frozenset({2, 3}))
         return found, by_source[2:]
 
     plain, heldout = of_two_sources()

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.steps.correct import ridge
-from compressor.steps.correct.ridge import refit_down
+from compressor.steps.correct import refit
+from compressor.steps.correct.refit import refit_down
 from tests.support import zoo
 from tests.support.cut_layers import CutCase, cut_again, cut_case, plain_error, put_in, stock_output, token_weights
 from tests.support.stock_models import activations
@@ -62,7 +62,7 @@ def test_one_block_is_least_squares_on_the_augmented_system(name: str) -> None:
         assert bool((index[:, 0] == index[:, 1]).any())
     phi, missing = weighted(found, found.fit)
     shown, lacking = weighted(found, found.heldout)
-    changes = [augmented(phi, missing, penalty) for penalty in ridge.PENALTIES]
+    changes = [augmented(phi, missing, penalty) for penalty in refit.PENALTIES]
     left = [float((lacking - shown @ change).square().sum()) for change in [0 * changes[0], *changes]]
     best = min(range(len(left)), key=lambda number: left[number])
     assert best > 0
@@ -89,10 +89,10 @@ def test_blocks_in_turn_converge_to_what_one_block_finds(monkeypatch: pytest.Mon
     found = planted("mixtral")
     joint, before = cut_again(found), found.cut.error(found.heldout)
     refit_down(joint, found.fit, found.heldout)
-    monkeypatch.setattr(ridge, "LEAST_BLOCK", 40)  # beyond the share of so small a layer
+    monkeypatch.setattr(refit, "LEAST_BLOCK", 40)  # beyond the share of so small a layer
     errors = []
     for sweeps in (1, 3, 60):
-        monkeypatch.setattr(ridge, "SWEEPS", sweeps)
+        monkeypatch.setattr(refit, "SWEEPS", sweeps)
         blocks = cut_again(found)
         refit_down(blocks, found.fit, found.heldout)
         errors.append(blocks.error(found.heldout))

@@ -13,7 +13,7 @@ from compressor.checkpoint.source import locate
 from compressor.entry_points import PROTECTORS
 from compressor.model.opened import open_model
 from compressor.pipeline import resolve
-from tests.support import small
+from tests.support import small, zoo
 from tests.support.audit import paths_of
 from tests.support.command_line import Run, names, refused
 from tests.support.plans import pruned, recipe_of
@@ -90,9 +90,9 @@ def same_bytes(source: Path, out: Path, layer: int, expert: int) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--strategy", "count-guided"),
+        zoo.full(("--strategy", "count-guided")),
         ("--strategy", "data-centric", "--merge", "learned", "--option", "align=true", "--sequential"),
-        ("--strategy", "router-guided", "--experts", 2),
+        zoo.full(("--strategy", "router-guided", "--experts", 2)),
         ("--strategy", "auto", "--correct", "none", "--sequential"),
     ],
 )

@@ -18,7 +18,7 @@ from compressor.recipe.plan import LayerPlan, touched
 from compressor.recipe.registry import Strategy, load_strategy
 from compressor.report.comparison import random_drop
 from compressor.statistics.statistics import ALL, collect
-from compressor.steps.prune.protection import given_protected, strongest_that_fit, with_list
+from compressor.steps.prune.planning import given_protected, strongest_that_fit, with_list
 from compressor.steps.prune.selection import METHODS, competing
 from tests.support import zoo
 from tests.support.opened_models import batches, calibration, opened

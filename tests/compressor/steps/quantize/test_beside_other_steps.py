@@ -75,7 +75,7 @@ def refitted(prune: compressor.Prune, method: str, **options: Any) -> compressor
 @pytest.mark.parametrize(
     ("before", "scheme"),
     [
-        ([REAP], "int4"),
+        zoo.full([REAP], "int4"),
         zoo.full([refitted(REAP, "ridge")], "int4"),
         zoo.full([refitted(REAP, "tune", steps=2)], "int4"),
         ([compressor.Prune(strategy="reap", ratio=0.5, split=2)], "mxfp4"),

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from compressor.steps.quantize.gptq import DAMPING, gptq, inverse_factor
-from compressor.steps.quantize.scheme import ROW, Scales, Scheme
+from compressor.steps.quantize.options import ROW
+from compressor.steps.quantize.scheme import Scales, Scheme
 
 CASES = [
     ("int4", 128, 256),

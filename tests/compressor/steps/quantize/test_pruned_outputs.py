@@ -15,7 +15,7 @@ from compressor.formatting import human_bytes
 from compressor.hub.card import card_text
 from compressor.pipeline.outcome import read_outcome
 from compressor.report.terminal import outcome_blocks
-from tests.support import quantized, small
+from tests.support import quantized, small, zoo
 
 KEPT = 6
 
@@ -43,7 +43,7 @@ def parameters(folder: Path) -> int:
         return sum(value.numel() for value in AutoModelForCausalLM.from_config(config).parameters())
 
 
-@pytest.mark.parametrize("scheme", ["int4", "fp8", "nvfp4"])
+@pytest.mark.parametrize("scheme", ["int4", zoo.full("fp8"), "nvfp4"])
 def test_experts_are_dropped_as_they_are_stored(scheme: str, tmp_path: Path) -> None:
     source = quantised(tmp_path, scheme)
     outcome = pruned(source, "none")

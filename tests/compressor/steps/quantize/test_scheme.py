@@ -8,7 +8,8 @@ from torch import Tensor
 
 from compressor.checkpoint.reader import DTYPE_NAMES
 from compressor.errors import CompressionError
-from compressor.steps.quantize.scheme import ROW, Scales, Scheme, scheme_for
+from compressor.steps.quantize.options import ROW
+from compressor.steps.quantize.scheme import Scales, Scheme, scheme_for
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SCHEMES = [
