@@ -118,36 +118,38 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
     doubled = cache(lambda: build_meta(architecture.with_experts(2 * architecture.experts)))
     regular = True
     for (target, pattern, suffix), by_module in families.items():
-        names = [*by_module.values()]
         decoder_layer = decoder_layer_of(target, architecture.decoder_layers)
+        role = Role("plain", decoder_layer)
         if target in tables:
-            roles.update(dict.fromkeys(names, Role("table", decoder_layer, tables[target])))
-        elif target not in owners:
-            roles.update(dict.fromkeys(names, Role("plain", decoder_layer)))
-        elif len(getattr(partial.converter_of(pattern), "target_patterns", ())) > 1:
-            regular = False
-        else:
-            layer, tensor = owners[target]
-            is_router = not target.startswith(f"{layer.name}.")
-            role = Role("expert", decoder_layer, layer.name, is_router)
-            if pattern is not None and "*" in pattern:
-                family = replace(role, family=f"{target}|{pattern}|{suffix}")
-                beside = modules[target, pattern]
-                roles.update(_one_each(checkpoint, by_module, beside, family, layer))
-                continue
-            shape = checkpoint.tensors[names[0]].shape
-            if suffix and math.prod(shape) == 1:  # a scale of the whole tensor
-                roles.update(dict.fromkeys(names, Role("plain", decoder_layer)))
-                continue
-            if suffix and shape[0] != layer.experts + tensor.extra:  # blocks of several experts
+            role = Role("table", decoder_layer, tables[target])
+        elif target in owners:
+            if len(getattr(partial.converter_of(pattern), "target_patterns", ())) > 1:
                 regular = False
                 continue
-            dim = 0 if suffix else tensor.dim  # a fused weight's scales follow its experts
-            if pattern is not None and not suffix:
-                dim = _fused_dim(checkpoint, names[0], target, partial, doubled(), layer.experts)
-            roles.update(
-                dict.fromkeys(names, replace(role, kind="fused", dim=dim, extra=tensor.extra))
-            )
+            layer, tensor = owners[target]
+            is_router = not target.startswith(f"{layer.name}.")
+            if pattern is not None and "*" in pattern:
+                family = f"{target}|{pattern}|{suffix}"
+                role = Role("expert", decoder_layer, layer.name, is_router, family=family)
+                beside = modules[target, pattern]
+                roles |= _one_each(checkpoint, by_module, beside, role, layer)
+                continue
+            name = next(iter(by_module.values()))
+            shape = checkpoint.tensors[name].shape
+            dim = 0  # a fused weight's scales follow its experts
+            is_of_whole = bool(suffix) and math.prod(shape) == 1
+            if suffix and not is_of_whole and shape[0] != layer.experts + tensor.extra:
+                regular = False  # blocks of several experts
+                continue
+            if not suffix:
+                dim = tensor.dim
+                if pattern is not None:
+                    dim = _fused_dim(checkpoint, name, target, partial, doubled(), layer.experts)
+            if not is_of_whole:
+                role = Role(
+                    "fused", decoder_layer, layer.name, is_router, dim=dim, extra=tensor.extra
+                )
+        roles |= dict.fromkeys(by_module.values(), role)
     return Layout(roles, tuple(sorted(left_out)), regular, quantized)
 
 
