@@ -141,11 +141,11 @@ def sequence_of(
     conversation = read_row(row, column, where, choices)
     if left_out is not None and column is None:
         note_columns(row, conversation, left_out)
-    waiting: list[Part] = []  # media in other columns
+    waiting = []  # media in other columns
     for kind, values in media_beside(row).items():
         several = values if isinstance(values, list | tuple) else [values]
         waiting += [{"type": kind, kind: value} for value in several if value is not None]
-    messages = list[Message]()
+    messages = []
     for message in conversation.messages:
         content: Any = message["content"] or ()
         if isinstance(content, str):

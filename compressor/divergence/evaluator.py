@@ -388,9 +388,9 @@ class HeldoutProbe(LogitReader):
         for entries in ranks().all_gather(self._by_sequence):
             by_entry |= entries
         for variant in sorted({variant for variant, _ in by_entry}):
-            rows = list[list[float]]()
-            tokens = list[int]()
-            domains = list[int]()
+            rows = []
+            tokens = []
+            domains = []
             for number in range(len(evaluator.batches)):
                 of_batch = by_entry.get((variant, number))
                 if of_batch is not None:

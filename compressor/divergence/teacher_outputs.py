@@ -89,7 +89,7 @@ def read_base(
     require_head(model.partial.model)
     share = ranks().share(*texts.values())
     outputs = dict[str, list[_StoredOutputs]]()
-    wanted = list[_StoredOutputs]()  # by this rank
+    wanted = []  # by this rank
     position = 0
     for name, batches in texts.items():
         outputs[name] = []
@@ -100,7 +100,7 @@ def read_base(
             if position in share and not stored.is_kept:
                 wanted.append(stored)
             position += 1
-    missing = dict[int, _StoredOutputs]()  # by the evaluator's batch: what enters the base's head
+    missing = {}  # by the evaluator's batch: what enters the base's head
     if evaluator is not None:
         for number in evaluator.missing():
             path = folder / f"held-out-{number:07d}.safetensors"
@@ -124,7 +124,7 @@ def read_base(
             for number, stored in missing.items():
                 save_tensors(stored.path, {"input": evaluator.inputs[number]}, stored.facts)
     ranks().barrier()  # until all ranks have written their answers
-    distributions = dict[str, list[Distributions]]()
+    distributions = {}
     for name, of_text in outputs.items():
         distributions[name] = [Distributions(**load_tensors(stored.path)) for stored in of_text]
     return distributions
@@ -174,9 +174,9 @@ class _Teacher(LogitReader):
     def _keep(self, number: int, logits: Tensor) -> None:
         shape = self.positions[number].shape
         vocabulary = logits.shape[-1]
-        tokens = list[Tensor]()
-        logs = list[Tensor]()
-        others = list[Tensor]()
+        tokens = []
+        logs = []
+        others = []
         for part in logits.split(rows_at_once(1, vocabulary)):
             best, ids = part.log_softmax(-1, dtype=torch.float32).topk(min(KEPT, vocabulary))
             tokens.append(ids.int().cpu())

@@ -299,11 +299,11 @@ def experts_modules(model: Any) -> Iterator[tuple[str, Any]]:
 def decoder_layers(model: nn.Module) -> tuple[str, ...]:
     """Return the names of all children of every outermost ModuleList that holds experts modules, in
     model order."""
-    lists = dict[str, nn.ModuleList]()  # in model order, parents first
+    lists = {}  # in model order, parents first
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList):
             lists[name] = module
-    outermost = dict[str, int]()
+    outermost = {}
     for name, _ in experts_modules(model):
         above = next((outer for outer in lists if name.startswith(f"{outer}.")), None)
         if above is None:

@@ -111,7 +111,7 @@ class SubstitutedCheckpoint(Checkpoint):
         super().__init__(folder)
         self.constants: dict[tuple[int, int], TensorInfo] = {}  # by layer and expert
         self.stored = dict(self.tensors)  # the tensors of the files
-        prefixes: dict[int, str] = {}
+        prefixes = {}
         for name, info in self.stored.items():
             match = CONSTANT.fullmatch(name)
             layer = number_in(match[1]) if match else None

@@ -84,11 +84,11 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
     checkpoint."""
     quantized = bool(checkpoint.quantization)
     keys = partial.plain_keys
-    placed: dict[str, Key] = {}
+    placed = {}
     for name, target in keys.targets.items():
         placed[name] = (target, keys.patterns[name], "")
     # a weight's scales go beside it; possible weights: x.up_scale -> x.weight, x.up
-    weights = dict[str, list[str]]()
+    weights = {}
     for name in keys.unknown if quantized else ():
         stem, _, last = name.rpartition(".")
         cuts = range(1, last.count("_") + 1)

@@ -373,7 +373,7 @@ class PartialModel:
         names = dict[str, tuple[str, str]]()
         for name in self.keys.unknown[:: 1 + len(self.keys.unknown) // SAMPLES]:
             inner = f".{name}"
-            tools = list[str]()
+            tools = []
             for wrapper, tool in WRAPPERS.items():
                 if f".{wrapper}." in inner:
                     inner = inner.replace(f".{wrapper}.", ".")

@@ -171,7 +171,7 @@ def names_of(model: OpenModel) -> tuple[HeadNames, ...]:
 
     last = layer_names[-1]
     container = stored_prefix(model, last).removesuffix(f"{layer_number(last)}.")
-    prefixes = dict[str, str]()  # the prefix of a head's parts by that of its decoder layer
+    prefixes = {}  # the prefix of a head's parts by that of its decoder layer
     number = len(layer_names)
     while under(f"{container}{number}."):
         prefixes[f"{container}{number}."] = f"{container}{number}."
@@ -271,7 +271,7 @@ def stored_prefix(model: OpenModel, decoder_layer: str) -> str:
     """Return the prefix of the names of a decoder layer's stored tensors, up to and with its
     number."""
     number = f".{layer_number(decoder_layer)}."
-    starts = set[str]()
+    starts = set()
     for name, role in model.layout.roles.items():
         if role.decoder_layer == decoder_layer:
             before, found, _ = name.partition(number)
@@ -486,7 +486,7 @@ def _projection(head: Head) -> Callable[[Tensor, Tensor], Tensor]:
     partial = head.model.partial
     table = head.checkpoint.read_checked(head.embedding)
     weights = {}
-    norms: dict[str, Any] = {}
+    norms = {}
     for part in ("projection", "embedding_norm", "hidden_norm"):
         stored = head.checkpoint.read_checked(head.names.parts[part])
         weights[part] = stored.to(partial.device, partial.dtype)

@@ -340,7 +340,7 @@ class _Lockstep:
         names = {module: name for name, module in self.model.named_modules()}
         embedding = names[self.model.get_input_embeddings()]
         known = {embedding, names.get(head_of(self.model), embedding)}
-        shared = set[str]()  # modules of weights that are tied to it
+        shared = set()  # modules of weights that are tied to it
         for pair in self.partial.tied.items():
             owners = {key.rpartition(".")[0] for key in pair}
             if embedding in owners:
@@ -350,7 +350,7 @@ class _Lockstep:
         for tower in set(self.blocks.values()):
             self.partial.release(tower)
         following = dict(pairwise(self.decoder_layers))
-        passed = set[str]()
+        passed = set()
         # ranks keep in step
         idle = iter(() if ranks().is_alone or standing else self.decoder_layers)
 

@@ -477,8 +477,8 @@ class RouterArgumentsSample(Sample):
         self.parts.append((call.batch, arguments))
 
     def finish(self) -> RouterArguments:
-        joined = list[tuple[str | None, Any]]()
-        dims = dict[int | str, int | None]()
+        joined = []
+        dims = {}
         calls = [arguments for _, arguments in self.parts]
         for position, (name, dim, first) in enumerate(calls[0] if calls else ()):
             values = [arguments[position][2] for arguments in calls]

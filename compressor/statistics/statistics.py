@@ -374,13 +374,13 @@ class Collector:
             share / whole * tokens / max(seen, 1)
             for share, seen in zip(self.shares, by_source, strict=True)
         ]
-        values = dict[str, Any]()
+        values = {}
         for name, meter in self.meters.items():
             meter.combine(scales)
             values[name] = meter.finish()
         seed = self.observed.seed
         sums = {name: meter for name, meter in self.meters.items() if not isinstance(meter, Sample)}
-        sources = list[LayerStatistics]()
+        sources = []
         for source, seen in enumerate(by_source):
             if seen and len(by_source) > 1:
                 alone = {name: meter.of_source(source) for name, meter in sums.items()}
