@@ -12,7 +12,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +33,6 @@ from compressor.data.sources import (
     short_names,
 )
 from compressor.errors import CompressionError, reason_of
-from compressor.model import tokenizer as checkpoint_tokenizer
 from compressor.model.inputs import Inputs
 from compressor.prompt_date import dated
 
@@ -224,14 +222,6 @@ class _SourceText:
                 torch.cat(rows[begin : begin + size]) for begin in range(0, len(rows), size)
             ]
         return tuple(batches)
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """Return the checkpoint's tokenizer; raise `CompressionError` if it has none, or one without a
-    token of text."""
-    return checkpoint_tokenizer.load_tokenizer(
-        folder, "calibration needs one, model-centric does not"
-    )
 
 
 def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> TextBatches:

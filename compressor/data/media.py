@@ -8,6 +8,7 @@ import os
 import random
 import reprlib
 from base64 import b64decode
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from io import BytesIO
 from os.path import isfile, realpath
@@ -253,7 +254,7 @@ def _processed(
             adapted, tokenize=True, return_dict=True, return_tensors="pt", **more
         )
     text = ""
-    media = dict[str, list[Any]]()
+    media = defaultdict(list)
     for message in messages:
         for part in message["content"]:
             kind = part["type"]
@@ -268,7 +269,7 @@ def _processed(
                 text += part["text"]
             else:
                 text += getattr(processor, f"{kind}_token")
-                media.setdefault(f"{kind}s", []).append(part.get("image") or part["path"])
+                media[f"{kind}s"].append(part.get("image") or part["path"])
     end = processor.tokenizer.eos_token or ""
     text = text.removesuffix(end) + end
     return processor(text=text, return_tensors="pt", **media)

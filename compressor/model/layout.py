@@ -3,6 +3,7 @@ conversion."""
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -103,12 +104,12 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
         else:
             suffix = f".{name.rpartition('.')[2]}"
             placed[name] = (mapped.targets[weight], mapped.patterns[weight], suffix)
-    modules: dict[tuple[str, str | None], set[str]] = {}  # of tensors that belong together
-    families: dict[Key, dict[str, str]] = {}  # their names by what they share with those beside
+    modules = defaultdict(set)  # of tensors that belong together
+    families: dict[Key, dict[str, str]] = defaultdict(dict)  # their names by what they share
     for name, key in placed.items():
         module = name.rpartition(".")[0] if quantized else name
-        modules.setdefault(key[:2], set()).add(module)
-        families.setdefault(key, {})[module] = name
+        modules[key[:2]].add(module)
+        families[key][module] = name
     owners = dict[str, tuple[MoeLayer, ExpertTensor]]()
     tables = dict[str, str]()
     for layer in architecture.layers:

@@ -9,6 +9,7 @@ the stock code."""
 import copy
 import logging
 import tempfile
+from collections import defaultdict
 from collections.abc import (
     Callable,
     Collection,
@@ -301,17 +302,17 @@ class _Lockstep:
                 self.changes.enter_context(hook)
         # other modules load the tensors that their forward may use
         head = head_of(self.model)
-        direct: dict[str, list[str]] = {}  # tensors by the module that owns them
+        direct = defaultdict(list)  # tensors by the module that owns them
         for key in self.model.state_dict():  # a multi-token-prediction head has another embedding
-            direct.setdefault(key.rpartition(".")[0], []).append(key)
+            direct[key.rpartition(".")[0]].append(key)
         for name, module in self.model.named_modules():
             if decoder_layer_of(f"{name}.", paused):
                 continue
-            keys = list(direct.get(name, ()))
+            keys = [*direct[name]]
             for child_name, child in module.named_children():
                 owner = f"{name}.{child_name}".removeprefix(".")
                 if child is not head and owner not in paused:
-                    keys += direct.get(owner, ())
+                    keys += direct[owner]
             if keys:
                 hook = module.register_forward_pre_hook(
                     lambda *_, keys=keys: self.partial.load(keys)

@@ -32,7 +32,7 @@ MARGIN = 4096  # tokens after the requested ones, which may differ if the text i
 LONGEST = 96  # most letters of a token, except in blanks, marks or unknown text
 
 
-def load_tokenizer(folder: Path, hint: str = "copy those of the original model there") -> Any:
+def load_tokenizer(folder: Path) -> Any:
     """Return the checkpoint's tokenizer; raise `CompressionError` if it has none, or one without a
     token of text."""
     try:
@@ -56,7 +56,8 @@ def load_tokenizer(folder: Path, hint: str = "copy those of the original model t
                 raise ValueError("its vocabulary holds nothing but special tokens")
     except Exception as error:  # tokenizer classes raise anything
         raise CompressionError(
-            f"{folder} has no usable tokenizer ({reason_of(error)}); {hint}"
+            f"{folder} has no usable tokenizer ({reason_of(error)}); copy those of the original "
+            "model there"
         ) from error
     return tokenizer
 
