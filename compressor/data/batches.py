@@ -236,14 +236,11 @@ def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> TextBatches:
         spec, texts = _read_sources(spec, tokenizer, vocabulary)
     spec = replace(spec, date=str(date) if date.is_used else None)
     if spec.samples:
-        shapes = []
-        for text in texts:
-            fit = text.rows(FIT)
-            shapes.append((len(fit), max(row.shape[1] for row in fit)))
-        for text, count in zip(texts, _heldout_counts(shapes, spec.heldout), strict=True):
-            text.sequences[FIT], text.sequences[HELD] = _split_last(
-                text.name, text.rows(FIT), count
-            )
+        fits = [text.rows(FIT) for text in texts]
+        shapes = [(len(rows), max(row.shape[1] for row in rows)) for rows in fits]
+        counts = _heldout_counts(shapes, spec.heldout)
+        for text, rows, count in zip(texts, fits, counts, strict=True):
+            text.sequences[FIT], text.sequences[HELD] = _split_last(text.name, rows, count)
     if spec.parts:
         _cut_parts(spec, texts)
     for text in texts:
@@ -289,10 +286,9 @@ def _read_sources(
         demand[BEHIND] = max(0, wanted - heldout[len(texts)]), length
         try:
             try:
-                text = _cut_source(spec, source, demand, tokenizer, vocabulary)
+                texts.append(_cut_source(spec, source, demand, tokenizer, vocabulary))
             except HasMediaError:
-                text = _cut_sequences(spec, source, demand, tokenizer, vocabulary)
-            texts.append(text)
+                texts.append(_cut_sequences(spec, source, demand, tokenizer, vocabulary))
         except CompressionError as error:
             if spec.strict or not source.is_optional:
                 raise
@@ -569,12 +565,8 @@ def _identity(spec: TextSpec, texts: Sequence[_SourceText]) -> dict[str, Any]:
         "seed": spec.seed,
         "asked": asked,
     }
-    if marked:
-        identity["emphasis"] = marked
-    if spec.left_out:
-        identity["left_out"] = list(spec.left_out)
-    if spec.date:
-        identity["date"] = spec.date
+    optional = {"emphasis": marked, "left_out": list(spec.left_out), "date": spec.date}
+    identity |= {name: value for name, value in optional.items() if value}
     if spec.parts:
         identity["parts"] = {}
         for name in spec.parts:

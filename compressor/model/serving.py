@@ -127,16 +127,14 @@ class Rule:
     about: str
     needs: str  # a name in CONDITIONS
     says: str
-    whom: str = ""  # a name in CONDITIONS; "" if `families` are named
-    families: Sequence[str] = ()
+    whom: str = "all"  # a name in CONDITIONS
+    families: Sequence[str] = ()  # all if none is named
     evidence: str = "read"
 
     def is_broken_by(self, model: Served) -> bool:
         """Return True for a model that the rule is about and that does not meet it."""
-        if self.families:
-            concerned = model.family in self.families
-        else:
-            concerned = CONDITIONS[self.whom](model)
+        is_family = not self.families or model.family in self.families
+        concerned = is_family and CONDITIONS[self.whom](model)
         return concerned and not CONDITIONS[self.needs](model)
 
 
