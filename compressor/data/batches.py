@@ -237,7 +237,9 @@ def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> TextBatches:
     spec = replace(spec, date=str(date) if date.is_used else None)
     if spec.samples:
         fits = [text.rows(FIT) for text in texts]
-        shapes = [(len(rows), max(row.shape[1] for row in rows)) for rows in fits]
+        shapes = []
+        for rows in fits:
+            shapes.append((len(rows), max(row.shape[1] for row in rows)))
         counts = _heldout_counts(shapes, spec.heldout)
         for text, rows, count in zip(texts, fits, counts, strict=True):
             text.sequences[FIT], text.sequences[HELD] = _split_last(text.name, rows, count)

@@ -173,18 +173,16 @@ class _Teacher(LogitReader):
     def _keep(self, number: int, logits: Tensor) -> None:
         shape = self.positions[number].shape
         vocabulary = logits.shape[-1]
-        tokens = []
-        logs = []
-        others = []
+        parts = []
         for part in logits.split(rows_at_once(1, vocabulary)):
             best, ids = part.log_softmax(-1, dtype=torch.float32).topk(min(KEPT, vocabulary))
-            tokens.append(ids.int().cpu())
-            logs.append(best.cpu())
-            others.append(_log_rest(as_float64(best)).float().cpu())
+            rest = _log_rest(as_float64(best)).float()
+            parts.append((ids.int().cpu(), best.cpu(), rest.cpu()))
+        tokens, logs, others = map(torch.cat, zip(*parts, strict=True))
         distributions = Distributions(
-            torch.cat(tokens).view(*shape, -1),
-            torch.cat(logs).view(*shape, -1),
-            torch.cat(others).view(shape),
+            tokens.view(*shape, -1),
+            logs.view(*shape, -1),
+            others.view(shape),
             self.states.pop(number, None),
         )
         stored = self.wanted[number]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast
 
@@ -423,11 +422,10 @@ class CalibrationCollector(Collector):
             sizes = [calibration.batches[number].numel() for number in numbers]
             sampled = calibration.sample_tokens
             count = sum(sizes) if sampled is None else round(sampled * calibration.weights[source])
-            positions = sample_positions(sum(sizes), count, seed)
-            bounds = pairwise([0, *accumulate(sizes)])
-            for number, (begin, end) in zip(numbers, bounds, strict=True):
-                inside = (positions >= begin) & (positions < end)
-                self.rows[number] = positions[inside] - begin
+            is_sampled = torch.zeros(sum(sizes), dtype=torch.bool)
+            is_sampled[sample_positions(sum(sizes), count, seed)] = True
+            for number, part in zip(numbers, is_sampled.split(sizes), strict=True):
+                self.rows[number] = part.nonzero()[:, 0]
         shares = [
             weight if source in batches else 0.0
             for source, weight in enumerate(calibration.weights)
@@ -438,10 +436,8 @@ class CalibrationCollector(Collector):
         """Observe the batch of this number, which is about to run."""
         self.detach()
         if batch in self.rows:
-            calibration = self.calibration
-            self.observe(
-                calibration.batches[batch], self.rows[batch], batch, calibration.source_of(batch)
-            )
+            tokens = self.calibration.batches[batch]
+            self.observe(tokens, self.rows[batch], batch, self.calibration.source_of(batch))
 
     def finish(self) -> LayerStatistics:
         """Return the statistics of the layer: of all batches on the first rank, and without values
