@@ -18,7 +18,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from compressor.data.documents import HasMediaError, as_rows, opened, read_tokens
+from compressor.data.documents import HasMediaError, as_rows, read_tokens, with_opening
 from compressor.data.emphasis import PLAIN, Emphasis
 from compressor.data.media import content_of, read_sequences
 from compressor.data.rows import hub_answers
@@ -247,7 +247,7 @@ def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> TextBatches:
         _cut_parts(spec, texts)
     for text in texts:
         for use, rows in text.sequences.items():
-            text.sequences[use] = tuple(opened(row, text.opening) for row in rows)
+            text.sequences[use] = tuple(with_opening(row, text.opening) for row in rows)
     return _text(spec, texts)
 
 

@@ -61,7 +61,7 @@ class TokenStream:
 
     def rows(self, length: int) -> Tensor:
         """Return full sequences [n, length]; [1, T] if the tokens do not fill one."""
-        return opened(as_rows(self.ids, length), self.opening)
+        return with_opening(as_rows(self.ids, length), self.opening)
 
 
 def documents(
@@ -175,7 +175,7 @@ def pack(documents: Iterable[Document], tokenizer: Any, wanted: int) -> TokenStr
     return TokenStream(torch.tensor(ids[:wanted], dtype=torch.long), sequence_opening)
 
 
-def opened(rows: Tensor, opening: Sequence[int]) -> Tensor:
+def with_opening(rows: Tensor, opening: Sequence[int]) -> Tensor:
     """Replace the first tokens of each sequence [n, L] by the opening that the model knows from the
     start of texts.
 

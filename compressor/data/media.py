@@ -35,13 +35,11 @@ from compressor.model.inputs import Inputs
 from compressor.model.remote_code import load_stock
 from compressor.model.tokenizer import (
     as_part,
-    chat_form,
     check_vocabulary,
     first_part,
-    templates_of,
+    render_chat,
 )
 from compressor.progress import quiet_transformers
-from compressor.prompt_date import dated_template
 
 BASE64 = 256  # letters; a longer string is a picture in base64, not the name of a file
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # Pillow may run programs for others
@@ -245,14 +243,8 @@ def _processed(
     """Return the processed messages; without a chat template, placeholders and the text after
     them."""
     if getattr(processor, "chat_template", None):
-        form = chat_form(processor, str(processor.chat_template))
-        more: dict[str, Any] = {**dated_template(templates_of(processor))}
-        if conversation.tools is not None:
-            more["tools"] = form.tools(conversation.tools)
-        adapted = [form.message(message) for message in messages]
-        return processor.apply_chat_template(
-            adapted, tokenize=True, return_dict=True, return_tensors="pt", **more
-        )
+        options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+        return render_chat(processor, messages, conversation.tools, **options)
     text = ""
     media = defaultdict(list)
     for message in messages:
