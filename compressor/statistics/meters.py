@@ -6,7 +6,6 @@ T tokens of a batch, S sampled ones, E experts, K top-k, H hidden, I neurons of 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -54,9 +53,6 @@ class RouterArguments:
     by_keyword: Mapping[str, Any] = field(default_factory=dict)
     # which dimension counts tokens, if one does
     dims: Mapping[int | str, int | None] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "by_keyword", MappingProxyType(dict(self.by_keyword)))
 
 
 @dataclass(frozen=True, slots=True)
