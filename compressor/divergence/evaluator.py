@@ -396,5 +396,5 @@ class HeldoutProbe(LogitReader):
             columns = torch.tensor(of_variant, dtype=torch.float64)
             kl, loss, flips, base_loss = columns[:, :4].T
             stop_tokens = columns[:, 4:-2].reshape(len(columns), -1, 5)
-            counted = columns[:, -2:].long().T
-            self.figures.append(Figures(kl, loss, flips, *counted, base_loss, stop_tokens))
+            counts, domains = columns[:, -2:].long().T
+            self.figures.append(Figures(kl, loss, flips, counts, domains, base_loss, stop_tokens))

@@ -308,8 +308,8 @@ def _built(model: OpenModel, names: HeadNames, like: str, experts: int, quantize
             norms.append(modules[child])
     embedded = modules[embedding]
     head = modules.get(head_of(stock))
-    is_plain = type(embedding) is nn.Embedding and embedded in stored and head is not None
-    if not is_plain or len(norms) != 1 or norms[0] not in stored:
+    is_plain = type(embedding) is nn.Embedding and embedded in stored
+    if head is None or not is_plain or len(norms) != 1 or norms[0] not in stored:
         raise CompressionError(
             f"{kind} has not one embedding, one final norm and one language-model head to share"
         )
