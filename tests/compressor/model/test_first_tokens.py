@@ -96,7 +96,9 @@ FLOODS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("flood", FLOODS)
+@pytest.mark.parametrize(
+    "flood", [pytest.param(name, marks=() if name in ("words", "spaces") else pytest.mark.full) for name in FLOODS]
+)
 @pytest.mark.parametrize("kind", TRAINED)
 def test_no_more_than_needed_is_read_of_a_flood(kind: str, flood: str) -> None:
     given_letters = list[int]()

@@ -103,7 +103,7 @@ def test_stock_loader_gives_the_hand_dequantised_model(tmp_path: Path, case: str
     assert torch.equal(zoo.logits(plain, tokens), zoo.logits(loaded, tokens))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)], ids=str)
 @pytest.mark.parametrize("case", ALL)
 def test_one_layer_alone_has_the_hand_dequantised_weights(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
     save(tmp_path, case)
