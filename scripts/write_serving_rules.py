@@ -25,7 +25,7 @@ def table() -> str:
         ]
         example = breach_text(rule, EXAMPLE)
         rows.append(
-            f"| {rule.server} | {rule.whom.words} | {rule.needs.words} | {example} | {rule.effect} | "
+            f"| {rule.server} | {', '.join(rule.families) or rule.whom} | {rule.needs} | {example} | {rule.effect} | "
             f"{source}, {rule.version}, {rule.date}{seen} |"
         )
     return "\n".join(rows)

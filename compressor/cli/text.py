@@ -29,8 +29,9 @@ def text(
     """Show what calibration will read: rows, columns, the first documents as tokens, and the digest
     of all tokens."""
     from compressor.checkpoint.source import locate
-    from compressor.data.batches import TextSpec, load_tokenizer
+    from compressor.data.batches import TextSpec
     from compressor.data.sources import DEFAULT_SOURCE, parse_sources
+    from compressor.model.tokenizer import load_tokenizer
     from compressor.recipe.step import TextOptions
     from compressor.report.preview import preview, preview_blocks
 

@@ -12,14 +12,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from compressor.data.documents import HasMediaError, as_rows, opened, read_tokens
+from compressor.data.documents import HasMediaError, as_rows, read_tokens, with_opening
 from compressor.data.emphasis import PLAIN, Emphasis
 from compressor.data.media import content_of, read_sequences
 from compressor.data.rows import hub_answers
@@ -34,7 +33,6 @@ from compressor.data.sources import (
     short_names,
 )
 from compressor.errors import CompressionError, reason_of
-from compressor.model import tokenizer as checkpoint_tokenizer
 from compressor.model.inputs import Inputs
 from compressor.prompt_date import dated
 
@@ -226,14 +224,6 @@ class _SourceText:
         return tuple(batches)
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """Return the checkpoint's tokenizer; raise `CompressionError` if it has none, or one without a
-    token of text."""
-    return checkpoint_tokenizer.load_tokenizer(
-        folder, "calibration needs one, model-centric does not"
-    )
-
-
 def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> TextBatches:
     """Read and tokenise each source once, and cut it; raise `CompressionError` if there is too
     little text.
@@ -246,19 +236,18 @@ def read_text(spec: TextSpec, tokenizer: Any, vocabulary: int) -> TextBatches:
         spec, texts = _read_sources(spec, tokenizer, vocabulary)
     spec = replace(spec, date=str(date) if date.is_used else None)
     if spec.samples:
+        fits = [text.rows(FIT) for text in texts]
         shapes = []
-        for text in texts:
-            fit = text.rows(FIT)
-            shapes.append((len(fit), max(row.shape[1] for row in fit)))
-        for text, count in zip(texts, _heldout_counts(shapes, spec.heldout), strict=True):
-            text.sequences[FIT], text.sequences[HELD] = _split_last(
-                text.name, text.rows(FIT), count
-            )
+        for rows in fits:
+            shapes.append((len(rows), max(row.shape[1] for row in rows)))
+        counts = _heldout_counts(shapes, spec.heldout)
+        for text, rows, count in zip(texts, fits, counts, strict=True):
+            text.sequences[FIT], text.sequences[HELD] = _split_last(text.name, rows, count)
     if spec.parts:
         _cut_parts(spec, texts)
     for text in texts:
         for use, rows in text.sequences.items():
-            text.sequences[use] = tuple(opened(row, text.opening) for row in rows)
+            text.sequences[use] = tuple(with_opening(row, text.opening) for row in rows)
     return _text(spec, texts)
 
 
@@ -299,10 +288,9 @@ def _read_sources(
         demand[BEHIND] = max(0, wanted - heldout[len(texts)]), length
         try:
             try:
-                text = _cut_source(spec, source, demand, tokenizer, vocabulary)
+                texts.append(_cut_source(spec, source, demand, tokenizer, vocabulary))
             except HasMediaError:
-                text = _cut_sequences(spec, source, demand, tokenizer, vocabulary)
-            texts.append(text)
+                texts.append(_cut_sequences(spec, source, demand, tokenizer, vocabulary))
         except CompressionError as error:
             if spec.strict or not source.is_optional:
                 raise
@@ -579,12 +567,8 @@ def _identity(spec: TextSpec, texts: Sequence[_SourceText]) -> dict[str, Any]:
         "seed": spec.seed,
         "asked": asked,
     }
-    if marked:
-        identity["emphasis"] = marked
-    if spec.left_out:
-        identity["left_out"] = list(spec.left_out)
-    if spec.date:
-        identity["date"] = spec.date
+    optional = {"emphasis": marked, "left_out": list(spec.left_out), "date": spec.date}
+    identity |= {name: value for name, value in optional.items() if value}
     if spec.parts:
         identity["parts"] = {}
         for name in spec.parts:

@@ -129,7 +129,7 @@ def _conversation(
     for name, turn, role in zip(names, turns, ("user", "assistant"), strict=False):
         messages += _messages(row, name, turn, role, where)
     if column is None:
-        earlier = list[Message]()
+        earlier = []
         if messages[0].get("role") != "system":
             for name in [name for name in SYSTEM if _is_text(row.get(name))][:1]:
                 earlier.append({"role": "system", "content": row[name]})
@@ -251,7 +251,7 @@ def _calls(text: Any) -> list[Message] | None:
     text."""
     parsed = text if isinstance(text, Mapping | list) else parse_json(text, list | dict)
     parsed = parsed if isinstance(parsed, list) else [parsed]
-    calls = list[Message]()
+    calls = []
     for call in parsed:
         if not isinstance(call, Mapping) or not {"function", "name"} & call.keys():
             return None

@@ -61,7 +61,7 @@ class TokenStream:
 
     def rows(self, length: int) -> Tensor:
         """Return full sequences [n, length]; [1, T] if the tokens do not fill one."""
-        return opened(as_rows(self.ids, length), self.opening)
+        return with_opening(as_rows(self.ids, length), self.opening)
 
 
 def documents(
@@ -79,45 +79,12 @@ def documents(
     left_out = LeftOut(f"rows of {source.source}") if left_out is None else left_out
     address = SourceSpec.parse(source.source)
     source_of_rows = source_rows(source, seed, purpose)
-    column = address.column
-    has_template = has_chat_template(tokenizer)
 
     def read() -> Iterator[Document]:
         for where, row in source_of_rows.rows:
             document = Document("")
             with left_out.each():
-                is_trace = isinstance(row, Mapping) and row.keys() >= TRACE
-                choices = CHAT_FIRST if has_template and not is_trace else COLUMNS
-                conversation = read_row(row, column, where, choices)
-                is_plain = column is not None and conversation.text is not None
-                if purpose in ("calibration", "heldout") and not is_plain:
-                    has_media = bool(media_beside(row))
-                    for message in conversation.messages:
-                        content = message["content"]
-                        for part in content if isinstance(content, list) else ():
-                            has_media |= isinstance(part, dict) and part.get("type") in MEDIA
-                    if has_media:
-                        raise HasMediaError(
-                            f"{where} has pictures, video or sound, which are not read as text"
-                        )
-                if column is None:
-                    note_columns(row, conversation, left_out)
-                text = conversation.text
-                is_rendered = isinstance(row, Mapping) and any(row.get(name) for name in CHATS)
-                if text is None:
-                    is_rendered = has_template
-                    if column is None:
-                        columns = " and ".join(conversation.columns)
-                        require_template(tokenizer, f"{where} has a chat in {columns}")
-                    try:
-                        if is_rendered:
-                            messages = conversation.messages
-                            text = render_chat(tokenizer, messages, tools=conversation.tools)
-                        else:
-                            text = plain_chat(conversation.messages)
-                    except Exception as error:  # templates raise anything
-                        raise untaken(where, error) from error
-                document = Document(text, is_rendered)
+                document = _document(where, row, address.column, tokenizer, purpose, left_out)
             yield document
 
     if source_of_rows.is_streamed:
@@ -131,6 +98,40 @@ def documents(
         left_out.report()
         raise CompressionError(f"{purpose} file {address} is empty; give it some text")
     return ordered
+
+
+def _document(
+    where: str, row: Any, column: str | None, tokenizer: Any, purpose: Purpose, left_out: LeftOut
+) -> Document:
+    """Return the document in a row, with its chat rendered."""
+    has_template = has_chat_template(tokenizer)
+    columns = row if isinstance(row, Mapping) else {}
+    is_trace = columns.keys() >= TRACE
+    choices = CHAT_FIRST if has_template and not is_trace else COLUMNS
+    conversation = read_row(row, column, where, choices)
+    messages = conversation.messages
+    text = conversation.text
+    if purpose in ("calibration", "heldout") and (column is None or text is None):
+        has_media = bool(media_beside(row))
+        for message in messages:
+            content = message["content"]
+            for part in content if isinstance(content, list) else ():
+                has_media |= isinstance(part, dict) and part.get("type") in MEDIA
+        if has_media:
+            raise HasMediaError(f"{where} has pictures, video or sound, which are not read as text")
+    if column is None:
+        note_columns(row, conversation, left_out)
+    if text is not None:
+        return Document(text, any(columns.get(name) for name in CHATS))
+    if column is None:
+        named = " and ".join(conversation.columns)
+        require_template(tokenizer, f"{where} has a chat in {named}")
+    try:
+        if has_template:
+            return Document(render_chat(tokenizer, messages, conversation.tools), is_chat=True)
+        return Document(plain_chat(messages))
+    except Exception as error:  # templates raise anything
+        raise untaken(where, error) from error
 
 
 def pack(documents: Iterable[Document], tokenizer: Any, wanted: int) -> TokenStream:
@@ -175,7 +176,7 @@ def pack(documents: Iterable[Document], tokenizer: Any, wanted: int) -> TokenStr
     return TokenStream(torch.tensor(ids[:wanted], dtype=torch.long), sequence_opening)
 
 
-def opened(rows: Tensor, opening: Sequence[int]) -> Tensor:
+def with_opening(rows: Tensor, opening: Sequence[int]) -> Tensor:
     """Replace the first tokens of each sequence [n, L] by the opening that the model knows from the
     start of texts.
 

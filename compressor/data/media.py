@@ -8,6 +8,7 @@ import os
 import random
 import reprlib
 from base64 import b64decode
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from io import BytesIO
 from os.path import isfile, realpath
@@ -34,13 +35,11 @@ from compressor.model.inputs import Inputs
 from compressor.model.remote_code import load_stock
 from compressor.model.tokenizer import (
     as_part,
-    chat_form,
     check_vocabulary,
     first_part,
-    templates_of,
+    render_chat,
 )
 from compressor.progress import quiet_transformers
-from compressor.prompt_date import dated_template
 
 BASE64 = 256  # letters; a longer string is a picture in base64, not the name of a file
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # Pillow may run programs for others
@@ -141,11 +140,11 @@ def sequence_of(
     conversation = read_row(row, column, where, choices)
     if left_out is not None and column is None:
         note_columns(row, conversation, left_out)
-    waiting: list[Part] = []  # media in other columns
+    waiting = []  # media in other columns
     for kind, values in media_beside(row).items():
         several = values if isinstance(values, list | tuple) else [values]
         waiting += [{"type": kind, kind: value} for value in several if value is not None]
-    messages = list[Message]()
+    messages = []
     for message in conversation.messages:
         content: Any = message["content"] or ()
         if isinstance(content, str):
@@ -244,16 +243,10 @@ def _processed(
     """Return the processed messages; without a chat template, placeholders and the text after
     them."""
     if getattr(processor, "chat_template", None):
-        form = chat_form(processor, str(processor.chat_template))
-        more: dict[str, Any] = {**dated_template(templates_of(processor))}
-        if conversation.tools is not None:
-            more["tools"] = form.tools(conversation.tools)
-        adapted = [form.message(message) for message in messages]
-        return processor.apply_chat_template(
-            adapted, tokenize=True, return_dict=True, return_tensors="pt", **more
-        )
+        options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+        return render_chat(processor, messages, conversation.tools, **options)
     text = ""
-    media = dict[str, list[Any]]()
+    media = defaultdict(list)
     for message in messages:
         for part in message["content"]:
             kind = part["type"]
@@ -268,7 +261,7 @@ def _processed(
                 text += part["text"]
             else:
                 text += getattr(processor, f"{kind}_token")
-                media.setdefault(f"{kind}s", []).append(part.get("image") or part["path"])
+                media[f"{kind}s"].append(part.get("image") or part["path"])
     end = processor.tokenizer.eos_token or ""
     text = text.removesuffix(end) + end
     return processor(text=text, return_tensors="pt", **media)

@@ -207,7 +207,7 @@ def _data_set_rows(address: SourceSpec, seed: int, purpose: str) -> Iterator[Row
     name = address.name
     split = address.split or "train"
     config = address.config or ("en" if name == C4 else None)
-    order = list[int]()
+    order = []
     try:
         if isfile(f"{name}/state.json") or isfile(f"{name}/dataset_dict.json"):
             saved = datasets.load_from_disk(name)

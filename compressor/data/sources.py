@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from os.path import abspath, exists, isfile
@@ -54,9 +55,9 @@ def absent_text(sources: Iterable[Any]) -> str | None:
     for source in map(str, sources):
         # the second is its name where a weight or a domain follows
         names = [SourceSpec.parse(text).name for text in (source, source.rpartition("=")[0])]
-        texts = [name for name in names if has_text_suffix(name)]
-        if texts and not any(map(exists, names)):
-            return texts[0]
+        if not any(map(exists, names)):
+            for name in filter(has_text_suffix, names):
+                return name
     return None
 
 
@@ -203,13 +204,11 @@ def parse_sources(arguments: Sequence[str | GivenTexts]) -> tuple[WeightedSource
     for argument in arguments:
         text = str(argument)
         source, sign, number = text.rpartition("=")
-        weight = 1.0
-        try:
-            weight = float(number)
-            is_bare = not sign or isfile(text)
-        except ValueError:
-            is_bare = True
-        if is_bare:
+        weight = None
+        if sign and not isfile(text):
+            with suppress(ValueError):
+                weight = float(number)
+        if weight is None:
             source = text
             weight = 1.0
             bare.append(source)

@@ -7,6 +7,7 @@ computes both sets of logits, and whatever the model does after its head is done
 some tokens count, such as those of an answer, the heads see the positions before these alone."""
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
@@ -187,12 +188,11 @@ class Evaluator:
         self.counted: list[Tensor] = []  # by batch: [B, L] positions whose next token counts
         self.domains: list[int] = []  # of each batch
         for domain, entry in enumerate(sets):
-            masks = entry.counted or [None] * len(entry.batches)
+            masks = entry.counted or [
+                batch.counted if isinstance(batch, Inputs) else torch.ones(batch.shape).bool()
+                for batch in entry.batches
+            ]
             for batch, mask in zip(entry.batches, masks, strict=True):
-                if mask is None and isinstance(batch, Inputs):
-                    mask = batch.counted
-                if mask is None:
-                    mask = torch.ones(batch.shape, dtype=torch.bool)
                 rows = rows_at_once(int(mask.sum(1).max()), base.vocabulary)
                 self.batches += batch.split(rows)
                 before = mask.roll(-1, 1)
@@ -384,21 +384,17 @@ class HeldoutProbe(LogitReader):
     def add_up(self) -> None:
         """Put together what every rank's batches have shown, in the order of the batches."""
         evaluator = self.evaluator
-        by_entry = dict[tuple[int, int], list[list[float]]]()
+        by_entry: dict[tuple[int, int], list[list[float]]] = {}
         for entries in ranks().all_gather(self._by_sequence):
             by_entry |= entries
-        for variant in sorted({variant for variant, _ in by_entry}):
-            rows = list[list[float]]()
-            tokens = list[int]()
-            domains = list[int]()
-            for number in range(len(evaluator.batches)):
-                of_batch = by_entry.get((variant, number))
-                if of_batch is not None:
-                    rows += of_batch
-                    tokens += evaluator.counted[number].sum(1).tolist()
-                    domains += [evaluator.domains[number]] * len(of_batch)
-            columns = torch.tensor(rows, dtype=torch.float64)
+        rows = defaultdict(list)  # by variant: a sequence's figures, tokens and evaluation set
+        for variant, number in sorted(by_entry):
+            counts = evaluator.counted[number].sum(1).tolist()
+            for figures, tokens in zip(by_entry[variant, number], counts, strict=True):
+                rows[variant].append([*figures, tokens, evaluator.domains[number]])
+        for of_variant in rows.values():
+            columns = torch.tensor(of_variant, dtype=torch.float64)
             kl, loss, flips, base_loss = columns[:, :4].T
-            stop_tokens = columns[:, 4:].view(len(columns), -1, 5)
-            counts = torch.tensor(tokens), torch.tensor(domains)
-            self.figures.append(Figures(kl, loss, flips, *counts, base_loss, stop_tokens))
+            stop_tokens = columns[:, 4:-2].reshape(len(columns), -1, 5)
+            counts, domains = columns[:, -2:].long().T
+            self.figures.append(Figures(kl, loss, flips, counts, domains, base_loss, stop_tokens))

@@ -93,7 +93,7 @@ def read_logits(
 
     A batch is a variant of the model, token ids [B, L], and a mask [B, L] of the positions that are
     read; those of a variant follow one another."""
-    answers = list[Answer]()
+    answers = []
     positions = [chosen for _, _, chosen in batches]
     reader = LogitReader(positions, lambda _, logits: answers.append(read(logits)))
     variants = SideBySide(model, [variant for variant, _, _ in batches])

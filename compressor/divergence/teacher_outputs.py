@@ -7,16 +7,17 @@ is kept is a lower bound of that from the whole distribution, and differs little
 enough to train toward; an `Evaluator` has the full vocabulary."""
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compressor.data.batches import load_tokenizer
 from compressor.devices import as_float64
 from compressor.distributed import ranks
 from compressor.divergence.evaluator import Evaluator, rows_at_once
@@ -24,6 +25,7 @@ from compressor.divergence.logits import LogitReader, require_head
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import LayerVisitor, Pass, allocate, hidden_of
+from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import Progress
 from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
@@ -87,20 +89,15 @@ def read_base(
     something else, is computed. Ranks share the batches. Raises `CompressionError` for a model
     without a language-model head."""
     require_head(model.partial.model)
-    share = ranks().share(*texts.values())
-    outputs = dict[str, list[_StoredOutputs]]()
-    wanted = list[_StoredOutputs]()  # by this rank
-    position = 0
+    outputs = defaultdict(list)
     for name, batches in texts.items():
-        outputs[name] = []
         for number, batch in enumerate(batches):
             path = folder / f"{name}-{number:07d}.safetensors"
-            stored = _StoredOutputs(model, path, batch, name in hidden)
-            outputs[name].append(stored)
-            if position in share and not stored.is_kept:
-                wanted.append(stored)
-            position += 1
-    missing = dict[int, _StoredOutputs]()  # by the evaluator's batch: what enters the base's head
+            outputs[name].append(_StoredOutputs(model, path, batch, name in hidden))
+    every = [*chain.from_iterable(outputs.values())]
+    share = ranks().share(*texts.values())
+    wanted = [every[position] for position in sorted(share) if not every[position].is_kept]
+    missing = {}  # by the evaluator's batch: what enters the base's head
     if evaluator is not None:
         for number in evaluator.missing():
             path = folder / f"held-out-{number:07d}.safetensors"
@@ -124,9 +121,11 @@ def read_base(
             for number, stored in missing.items():
                 save_tensors(stored.path, {"input": evaluator.inputs[number]}, stored.facts)
     ranks().barrier()  # until all ranks have written their answers
-    distributions = dict[str, list[Distributions]]()
-    for name, of_text in outputs.items():
-        distributions[name] = [Distributions(**load_tensors(stored.path)) for stored in of_text]
+    distributions = {}
+    for name in texts:
+        distributions[name] = [
+            Distributions(**load_tensors(stored.path)) for stored in outputs[name]
+        ]
     return distributions
 
 
@@ -174,18 +173,16 @@ class _Teacher(LogitReader):
     def _keep(self, number: int, logits: Tensor) -> None:
         shape = self.positions[number].shape
         vocabulary = logits.shape[-1]
-        tokens = list[Tensor]()
-        logs = list[Tensor]()
-        others = list[Tensor]()
+        parts = []
         for part in logits.split(rows_at_once(1, vocabulary)):
             best, ids = part.log_softmax(-1, dtype=torch.float32).topk(min(KEPT, vocabulary))
-            tokens.append(ids.int().cpu())
-            logs.append(best.cpu())
-            others.append(_log_rest(as_float64(best)).float().cpu())
+            rest = _log_rest(as_float64(best)).float()
+            parts.append((ids.int().cpu(), best.cpu(), rest.cpu()))
+        tokens, logs, others = map(torch.cat, zip(*parts, strict=True))
         distributions = Distributions(
-            torch.cat(tokens).view(*shape, -1),
-            torch.cat(logs).view(*shape, -1),
-            torch.cat(others).view(shape),
+            tokens.view(*shape, -1),
+            logs.view(*shape, -1),
+            others.view(shape),
             self.states.pop(number, None),
         )
         stored = self.wanted[number]

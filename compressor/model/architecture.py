@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import reduce
 from inspect import signature
 from itertools import product
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +118,8 @@ def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
     """Return a copy of a config with other values at dotted paths."""
     copied = copy.deepcopy(config)
     for path, value in fields.items():
-        owner, _, name = path.rpartition(".")
-        setattr(attrgetter(owner)(copied) if owner else copied, name, value)
+        *parents, name = path.split(".")
+        setattr(reduce(getattr, parents, copied), name, value)
     return copied
 
 
@@ -129,14 +129,14 @@ def count_fields(config: Any, path: str, count: int) -> dict[str, Any]:
 
     Numbers that the config repeats for single layers go.
     """
-    owner, _, name = path.rpartition(".")
-    node = attrgetter(owner)(config) if owner else config
+    *parents, name = path.split(".")
+    node = reduce(getattr, parents, config)
     changed: dict[str, Any] = {path: count}
     layers = {}
     for layer, fields in (node.to_dict().get(PER_LAYER) or {}).items():
         layers[int(layer)] = {key: value for key, value in fields.items() if key != name}
         if fields.get(name):
-            changed[f"{owner}.{PER_LAYER}".removeprefix(".")] = layers
+            changed[".".join([*parents, PER_LAYER])] = layers
     return changed
 
 
@@ -232,10 +232,10 @@ def build_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
     for fields, name in kernel_fields(copied):
         fields[name] = None
     copied.dtype = wanted
+    # some classes build inner models in the dtype of their own config
     for name in getattr(copied, "sub_configs", {}):
-        inner = getattr(copied, name, None)
-        if inner is not None:
-            inner.dtype = wanted  # some classes build inner models in the dtype of their own config
+        if getattr(copied, name, None) is not None:
+            getattr(copied, name).dtype = wanted
     try:
         with ContextManagers(stock_class.get_init_context(wanted, False, False, None)):
             built = stock_class(copied).eval()
@@ -299,11 +299,11 @@ def experts_modules(model: Any) -> Iterator[tuple[str, Any]]:
 def decoder_layers(model: nn.Module) -> tuple[str, ...]:
     """Return the names of all children of every outermost ModuleList that holds experts modules, in
     model order."""
-    lists = dict[str, nn.ModuleList]()  # in model order, parents first
+    lists = {}  # in model order, parents first
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList):
             lists[name] = module
-    outermost = dict[str, int]()
+    outermost = {}
     for name, _ in experts_modules(model):
         above = next((outer for outer in lists if name.startswith(f"{outer}.")), None)
         if above is None:
@@ -390,12 +390,12 @@ def discover(config: Any, model: nn.Module | None = None) -> Architecture:
         for name in counts
         if name not in repeated
     )
-    covered = {tensor.key for layer in layers for tensor in layer.tensors}
-    stray = sorted(tensors.keys() - covered - tied)
-    if stray:
-        raise CompressionError(
-            f"tensor {stray[0]!r} counts experts but lies outside every MoE block; not supported"
-        )
+    blocks = tuple(f"{layer.block}." for layer in layers)
+    for key in sorted(tensors.keys() - tied):
+        if not key.startswith(blocks):
+            raise CompressionError(
+                f"tensor {key!r} counts experts but lies outside every MoE block; not supported"
+            )
     return Architecture(str(config.model_type), stock, count_field, layers, layer_names, config)
 
 
@@ -415,8 +415,11 @@ def _moe_layer(
     experts: Any = model.get_submodule(name)
     inside = tuple(tensor for key, tensor in tensors.items() if key.startswith(f"{block_name}."))
     owners = {tensor.key.removeprefix(f"{block_name}.").partition(".")[0] for tensor in inside}
-    routers = {child: module for child, module in block.named_children() if child in owners}
-    routers = {child: module for child, module in routers.items() if module is not experts}
+    routers = {
+        child: module
+        for child, module in block.named_children()
+        if child in owners and module is not experts
+    }
     if len(routers) != 1:
         raise CompressionError(
             f"MoE block {block_name!r} has {len(routers)} routers beside its experts; one is "

@@ -7,6 +7,7 @@ expert's constant, and nothing is renormalised. vLLM reads the same names: the c
 prefix>.<id>.approx_value` [H] is the constant; experts keep their numbers."""
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -111,7 +112,7 @@ class SubstitutedCheckpoint(Checkpoint):
         super().__init__(folder)
         self.constants: dict[tuple[int, int], TensorInfo] = {}  # by layer and expert
         self.stored = dict(self.tensors)  # the tensors of the files
-        prefixes: dict[int, str] = {}
+        prefixes = {}
         for name, info in self.stored.items():
             match = CONSTANT.fullmatch(name)
             layer = number_in(match[1]) if match else None
@@ -132,11 +133,11 @@ class SubstitutedCheckpoint(Checkpoint):
             )
         for layer, experts in wanted.items():
             prefix = prefixes[layer]
-            weights: dict[int, list[tuple[str, TensorInfo]]] = {}  # of the experts that are kept
+            weights = defaultdict(list)  # of the experts that are kept
             for name, info in [*self.tensors.items()]:
                 number, _, rest = name.removeprefix(f"{prefix}.").partition(".")
                 if name.startswith(f"{prefix}.") and number.isdecimal():
-                    weights.setdefault(int(number), []).append((rest, info))
+                    weights[int(number)].append((rest, info))
             for expert in experts:
                 for rest, info in weights[min(weights)]:
                     name = f"{prefix}.{expert}.{rest}"

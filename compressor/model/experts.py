@@ -259,10 +259,11 @@ def moe_hooks(
 
     with ExitStack() as hooks:
         if on_experts is not None:
-            hook = experts.register_forward_pre_hook(
-                lambda _, *call: on_experts(*inputs(*call)), with_kwargs=True
+            hooks.enter_context(
+                experts.register_forward_pre_hook(
+                    lambda _, *call: on_experts(*inputs(*call)), with_kwargs=True
+                )
             )
-            hooks.enter_context(hook)
         if on_expert_output is not None or not computing:
             hooks.callback(experts.__dict__.pop, "forward", None)
             if on_expert_output is not None:
@@ -270,17 +271,20 @@ def moe_hooks(
             else:
                 experts.forward = lambda *args, **kwargs: torch.zeros_like(inputs(args, kwargs)[0])
         if on_output is not None:
-            hook = experts.register_forward_hook(
-                lambda _, args, kwargs, output: on_output(inputs(args, kwargs)[0], output),
-                with_kwargs=True,
+            hooks.enter_context(
+                experts.register_forward_hook(
+                    lambda _, args, kwargs, output: on_output(inputs(args, kwargs)[0], output),
+                    with_kwargs=True,
+                )
             )
-            hooks.enter_context(hook)
         if on_router is not None:
-            hook = router.register_forward_hook(lambda _, *call: on_router(*call), with_kwargs=True)
-            hooks.enter_context(hook)
-        if on_block is not None:  # first of its hooks, as a pass may end a batch in another one
-            hook = block.register_forward_hook(
-                lambda _, *call: on_block(*call), with_kwargs=True, prepend=True
+            hooks.enter_context(
+                router.register_forward_hook(lambda _, *call: on_router(*call), with_kwargs=True)
             )
-            hooks.enter_context(hook)
+        if on_block is not None:  # first of its hooks, as a pass may end a batch in another one
+            hooks.enter_context(
+                block.register_forward_hook(
+                    lambda _, *call: on_block(*call), with_kwargs=True, prepend=True
+                )
+            )
         yield

@@ -63,10 +63,8 @@ def forward_inputs(batch: Tensor, device: torch.device, dtype: torch.dtype) -> d
 
     Floating-point tensors are cast to the dtype of the model, as by `BatchFeature.to`.
     """
-    if not isinstance(batch, Inputs):
-        return {"input_ids": batch.to(device)}
     inputs = {"input_ids": batch.as_subclass(Tensor).to(device)}
-    for name, value in batch.more.items():
+    for name, value in batch.more.items() if isinstance(batch, Inputs) else ():
         inputs[name] = value.to(device, dtype if value.is_floating_point() else None)
     return inputs
 

@@ -3,6 +3,7 @@ conversion."""
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -84,11 +85,11 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
     checkpoint."""
     quantized = bool(checkpoint.quantization)
     keys = partial.plain_keys
-    placed: dict[str, Key] = {}
+    placed = {}
     for name, target in keys.targets.items():
         placed[name] = (target, keys.patterns[name], "")
     # a weight's scales go beside it; possible weights: x.up_scale -> x.weight, x.up
-    weights = dict[str, list[str]]()
+    weights = {}
     for name in keys.unknown if quantized else ():
         stem, _, last = name.rpartition(".")
         cuts = range(1, last.count("_") + 1)
@@ -103,12 +104,12 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
         else:
             suffix = f".{name.rpartition('.')[2]}"
             placed[name] = (mapped.targets[weight], mapped.patterns[weight], suffix)
-    modules: dict[tuple[str, str | None], set[str]] = {}  # of tensors that belong together
-    families: dict[Key, dict[str, str]] = {}  # their names by what they share with those beside
+    modules = defaultdict(set)  # of tensors that belong together
+    families: dict[Key, dict[str, str]] = defaultdict(dict)  # their names by what they share
     for name, key in placed.items():
         module = name.rpartition(".")[0] if quantized else name
-        modules.setdefault(key[:2], set()).add(module)
-        families.setdefault(key, {})[module] = name
+        modules[key[:2]].add(module)
+        families[key][module] = name
     owners = dict[str, tuple[MoeLayer, ExpertTensor]]()
     tables = dict[str, str]()
     for layer in architecture.layers:
@@ -118,36 +119,38 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
     doubled = cache(lambda: build_meta(architecture.with_experts(2 * architecture.experts)))
     regular = True
     for (target, pattern, suffix), by_module in families.items():
-        names = [*by_module.values()]
         decoder_layer = decoder_layer_of(target, architecture.decoder_layers)
+        role = Role("plain", decoder_layer)
         if target in tables:
-            roles.update(dict.fromkeys(names, Role("table", decoder_layer, tables[target])))
-        elif target not in owners:
-            roles.update(dict.fromkeys(names, Role("plain", decoder_layer)))
-        elif len(getattr(partial.converter_of(pattern), "target_patterns", ())) > 1:
-            regular = False
-        else:
-            layer, tensor = owners[target]
-            is_router = not target.startswith(f"{layer.name}.")
-            role = Role("expert", decoder_layer, layer.name, is_router)
-            if pattern is not None and "*" in pattern:
-                family = replace(role, family=f"{target}|{pattern}|{suffix}")
-                beside = modules[target, pattern]
-                roles.update(_one_each(checkpoint, by_module, beside, family, layer))
-                continue
-            shape = checkpoint.tensors[names[0]].shape
-            if suffix and math.prod(shape) == 1:  # a scale of the whole tensor
-                roles.update(dict.fromkeys(names, Role("plain", decoder_layer)))
-                continue
-            if suffix and shape[0] != layer.experts + tensor.extra:  # blocks of several experts
+            role = Role("table", decoder_layer, tables[target])
+        elif target in owners:
+            if len(getattr(partial.converter_of(pattern), "target_patterns", ())) > 1:
                 regular = False
                 continue
-            dim = 0 if suffix else tensor.dim  # a fused weight's scales follow its experts
-            if pattern is not None and not suffix:
-                dim = _fused_dim(checkpoint, names[0], target, partial, doubled(), layer.experts)
-            roles.update(
-                dict.fromkeys(names, replace(role, kind="fused", dim=dim, extra=tensor.extra))
-            )
+            layer, tensor = owners[target]
+            is_router = not target.startswith(f"{layer.name}.")
+            if pattern is not None and "*" in pattern:
+                family = f"{target}|{pattern}|{suffix}"
+                role = Role("expert", decoder_layer, layer.name, is_router, family=family)
+                beside = modules[target, pattern]
+                roles |= _one_each(checkpoint, by_module, beside, role, layer)
+                continue
+            name = next(iter(by_module.values()))
+            shape = checkpoint.tensors[name].shape
+            dim = 0  # a fused weight's scales follow its experts
+            is_of_whole = bool(suffix) and math.prod(shape) == 1
+            if suffix and not is_of_whole and shape[0] != layer.experts + tensor.extra:
+                regular = False  # blocks of several experts
+                continue
+            if not suffix:
+                dim = tensor.dim
+                if pattern is not None:
+                    dim = _fused_dim(checkpoint, name, target, partial, doubled(), layer.experts)
+            if not is_of_whole:
+                role = Role(
+                    "fused", decoder_layer, layer.name, is_router, dim=dim, extra=tensor.extra
+                )
+        roles |= dict.fromkeys(by_module.values(), role)
     return Layout(roles, tuple(sorted(left_out)), regular, quantized)
 
 

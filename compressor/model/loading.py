@@ -5,6 +5,7 @@ On a device with streams, a thread copies the stored tensors of the next layer w
 computes (`ReadAhead`)."""
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -207,11 +208,12 @@ def tied_weights(
 
     Of those that the config ties, the first that is `stored` gives its weights; other stored ones
     keep theirs unless they are `alike`."""
-    groups = dict[str, list[str]]()
+    groups = defaultdict(list)
     for target, source in model.all_tied_weights_keys.items():
-        groups.setdefault(source, [source]).append(target)
+        groups[source].append(target)
     tied = {}
-    for group in groups.values():
+    for source, targets in groups.items():
+        group = [source, *targets]
         giver = next((key for key in group if key in stored), group[0])
         for key in group:
             if key != giver and (key not in stored or alike(key, giver)):
@@ -370,21 +372,18 @@ class PartialModel:
         if not missing:
             return
         # possible names in the stock model, each with a stored one and the tools that wrapped it
-        names = dict[str, tuple[str, str]]()
+        names: dict[str, tuple[str, str]] = {}
         for name in self.keys.unknown[:: 1 + len(self.keys.unknown) // SAMPLES]:
             inner = f".{name}"
-            tools = list[str]()
-            for wrapper, tool in WRAPPERS.items():
-                if f".{wrapper}." in inner:
-                    inner = inner.replace(f".{wrapper}.", ".")
-                    tools.append(tool)
-            if tools:
-                names.setdefault(inner[1:], (name, " and ".join(dict.fromkeys(tools))))
+            for wrapper in WRAPPERS:
+                inner = inner.replace(f".{wrapper}.", ".")
+            tools = [tool for wrapper, tool in WRAPPERS.items() if f".{wrapper}." in f".{name}"]
+            names.setdefault(inner[1:], (name, " and ".join(dict.fromkeys(tools))))
             parts = name.split(".")
-            for width, begin in product((1, 2), range(len(parts))):
-                after = parts[begin + width :]
-                if after and not any(map(str.isdecimal, parts[begin : begin + width])):
-                    names.setdefault(".".join(parts[:begin] + after), (name, "another tool"))
+            for width, begin in product((1, 2), range(len(parts) - 1)):
+                if not any(map(str.isdecimal, parts[begin : begin + width])):
+                    rest = ".".join(parts[:begin] + parts[begin + width :])
+                    names.setdefault(rest, (name, "another tool"))
         stock = map_keys(names, self.model, self.conversions).targets
         for inner, (name, tool) in names.items():
             if stock.get(inner) in missing:

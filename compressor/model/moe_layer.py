@@ -2,6 +2,7 @@
 loads no torch."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -116,7 +117,7 @@ def decoder_layer_of(name: str, layer_names: Iterable[str]) -> str:
 
 def layers_by_decoder_layer(layers: Iterable[MoeLayer]) -> dict[str, list[MoeLayer]]:
     """Return the MoE layers by the decoder layer that holds them."""
-    by_decoder_layer: dict[str, list[MoeLayer]] = {}
+    by_decoder_layer = defaultdict(list)
     for layer in layers:
-        by_decoder_layer.setdefault(layer.decoder_layer, []).append(layer)
-    return by_decoder_layer
+        by_decoder_layer[layer.decoder_layer].append(layer)
+    return dict(by_decoder_layer)

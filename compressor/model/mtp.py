@@ -161,7 +161,7 @@ def names_of(model: OpenModel) -> tuple[HeadNames, ...]:
 
     Raises `CompressionError` naming a tensor that none of the known layouts has, or a part that is
     missing."""
-    left_out = sorted(model.layout.left_out)
+    left_out = model.layout.left_out  # sorted
     layer_names = model.architecture.decoder_layers
     if not left_out:
         return ()
@@ -171,7 +171,7 @@ def names_of(model: OpenModel) -> tuple[HeadNames, ...]:
 
     last = layer_names[-1]
     container = stored_prefix(model, last).removesuffix(f"{layer_number(last)}.")
-    prefixes = dict[str, str]()  # the prefix of a head's parts by that of its decoder layer
+    prefixes = {}  # the prefix of a head's parts by that of its decoder layer
     number = len(layer_names)
     while under(f"{container}{number}."):
         prefixes[f"{container}{number}."] = f"{container}{number}."
@@ -232,9 +232,7 @@ def fitting_heads(model: OpenModel, experts: int, cut: bool = False) -> tuple[He
 def kept_heads(model: OpenModel, modules: Iterable[str]) -> tuple[Head, ...]:
     """Return the heads whose experts modules a plan names; it must name all or none."""
     outside = set(modules) - {layer.name for layer in model.architecture.layers}
-    if not outside or not model.layout.left_out:
-        return ()
-    heads = find_heads(model)
+    heads = find_heads(model) if outside and model.layout.left_out else ()
     known = {head.named.name for head in heads}
     absent = sorted(known - outside)
     if len(absent) == len(known):
@@ -252,10 +250,9 @@ def written_heads(folder: Path) -> tuple[str, ...]:
     Raises `CompressionError` where they are not understood, or have another number of experts than
     the trunk."""
     model = open_model(locate(str(folder)))
-    heads = find_heads(model)
     experts = model.architecture.experts
     names = list[str]()
-    for head in heads:
+    for head in find_heads(model):
         stored = head.layer.experts
         if stored != experts:
             raise CompressionError(
@@ -271,7 +268,7 @@ def stored_prefix(model: OpenModel, decoder_layer: str) -> str:
     """Return the prefix of the names of a decoder layer's stored tensors, up to and with its
     number."""
     number = f".{layer_number(decoder_layer)}."
-    starts = set[str]()
+    starts = set()
     for name, role in model.layout.roles.items():
         if role.decoder_layer == decoder_layer:
             before, found, _ = name.partition(number)
@@ -299,28 +296,24 @@ def _built(model: OpenModel, names: HeadNames, like: str, experts: int, quantize
     shapes = _shapes(stock.get_submodule(layer_names[0]))
     if len(layer_names) != 1 or shapes != _shapes(trunk.get_submodule(like)):
         raise CompressionError(f"{kind} cannot be built with {like} alone")
-    if type(embedding) is not nn.Embedding:
-        raise CompressionError(f"{kind} does more than look up the embeddings of tokens")
+    # tensors outside the decoder layer are the trunk's, by their stored names, unless the head has
+    # its own
+    parts = names.parts
+    stored = {target: name for name, target in model.partial.plain_keys.targets.items()}
     modules = {module: f"{name}.weight" for name, module in stock.named_modules()}
     above = layer_names[0].rpartition(".")[0].rpartition(".")[0]
     norms = []  # beside the list of decoder layers, with one vector alone
     for child in stock.get_submodule(above).children():
         if {key: value.dim() for key, value in child.named_parameters()} == {"weight": 1}:
             norms.append(modules[child])
-    if len(norms) != 1:
-        raise CompressionError(f"{kind} has {len(norms)} modules that could be its final norm")
-    norm = norms[0]
-
-    # tensors outside the decoder layer are the trunk's, by their stored names, unless the head has
-    # its own
-    parts = names.parts
-    stored = {target: name for name, target in model.partial.plain_keys.targets.items()}
     embedded = modules[embedding]
     head = modules.get(head_of(stock))
-    if head is None or norm not in stored or embedded not in stored:
+    is_plain = type(embedding) is nn.Embedding and embedded in stored
+    if head is None or not is_plain or len(norms) != 1 or norms[0] not in stored:
         raise CompressionError(
-            f"{kind} has no language-model head, final norm or embedding to share"
+            f"{kind} has not one embedding, one final norm and one language-model head to share"
         )
+    norm = norms[0]
     view = {name: name for name, role in model.layout.roles.items() if role.decoder_layer == ""}
     view[stored[norm]] = parts["norm"]
     view[stored.get(head, head)] = parts.get("output", stored.get(head, stored[embedded]))
@@ -486,7 +479,7 @@ def _projection(head: Head) -> Callable[[Tensor, Tensor], Tensor]:
     partial = head.model.partial
     table = head.checkpoint.read_checked(head.embedding)
     weights = {}
-    norms: dict[str, Any] = {}
+    norms = {}
     for part in ("projection", "embedding_norm", "hidden_norm"):
         stored = head.checkpoint.read_checked(head.names.parts[part])
         weights[part] = stored.to(partial.device, partial.dtype)

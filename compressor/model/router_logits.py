@@ -149,7 +149,7 @@ def find_score(logits: Tensor, chosen: Tensor, given: Tensor) -> Score:
     logits, chosen, given = (value.detach().flatten(0, -2) for value in (logits, chosen, given))
     known = given.float().clamp_min(LEAST).log()
     among = 1 if chosen.shape[1] > 1 else 0
-    misfits = dict[Score, float]()
+    misfits = {}
     for score in SCORES:
         ratio = known - log_weights(logits, score).gather(1, chosen.long())
         misfits[score] = float((ratio - ratio.mean(among, keepdim=True)).abs().median())

@@ -9,6 +9,7 @@ the stock code."""
 import copy
 import logging
 import tempfile
+from collections import defaultdict
 from collections.abc import (
     Callable,
     Collection,
@@ -301,17 +302,17 @@ class _Lockstep:
                 self.changes.enter_context(hook)
         # other modules load the tensors that their forward may use
         head = head_of(self.model)
-        direct: dict[str, list[str]] = {}  # tensors by the module that owns them
+        direct = defaultdict(list)  # tensors by the module that owns them
         for key in self.model.state_dict():  # a multi-token-prediction head has another embedding
-            direct.setdefault(key.rpartition(".")[0], []).append(key)
+            direct[key.rpartition(".")[0]].append(key)
         for name, module in self.model.named_modules():
             if decoder_layer_of(f"{name}.", paused):
                 continue
-            keys = list(direct.get(name, ()))
+            keys = [*direct[name]]
             for child_name, child in module.named_children():
                 owner = f"{name}.{child_name}".removeprefix(".")
                 if child is not head and owner not in paused:
-                    keys += direct.get(owner, ())
+                    keys += direct[owner]
             if keys:
                 hook = module.register_forward_pre_hook(
                     lambda *_, keys=keys: self.partial.load(keys)
@@ -340,7 +341,7 @@ class _Lockstep:
         names = {module: name for name, module in self.model.named_modules()}
         embedding = names[self.model.get_input_embeddings()]
         known = {embedding, names.get(head_of(self.model), embedding)}
-        shared = set[str]()  # modules of weights that are tied to it
+        shared = set()  # modules of weights that are tied to it
         for pair in self.partial.tied.items():
             owners = {key.rpartition(".")[0] for key in pair}
             if embedding in owners:
@@ -350,7 +351,7 @@ class _Lockstep:
         for tower in set(self.blocks.values()):
             self.partial.release(tower)
         following = dict(pairwise(self.decoder_layers))
-        passed = set[str]()
+        passed = set()
         # ranks keep in step
         idle = iter(() if ranks().is_alone or standing else self.decoder_layers)
 

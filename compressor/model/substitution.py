@@ -46,7 +46,6 @@ class SmallerModel:
         architecture = model.architecture
         config = architecture.config if experts is None else architecture.with_experts(experts)
         self.model = build_meta(config, model.partial.dtype)
-        self.empty = {key: value.detach() for key, value in self.model.state_dict().items()}
         self.filled: str | None = None
         self._constants: Mapping[str, Substitutes] = {}
 
@@ -56,17 +55,16 @@ class SmallerModel:
 
         Tensors are shared, not copied.
         """
-        base = self.partial.model.get_submodule(decoder_layer)
+        base = self.partial.model
         for key in self.partial.keys_under(decoder_layer):
-            value = (
-                tensors[key] if key in tensors else self.partial.model.get_parameter_or_buffer(key)
-            )
+            value = tensors[key] if key in tensors else base.get_parameter_or_buffer(key)
             set_tensor(self.model, key, value)
-        for name, module in self.model.get_submodule(decoder_layer).named_modules():
+        layer = self.model.get_submodule(decoder_layer)
+        for name, module in layer.named_modules(prefix=decoder_layer):
             for key in module._non_persistent_buffers_set:
                 module._buffers[key] = base.get_submodule(name)._buffers[key]
         self.filled = decoder_layer
-        forward: Forward = self.model.get_submodule(decoder_layer).forward
+        forward: Forward = layer.forward
         return forward
 
     def put_constants(self, constants: Mapping[str, Substitutes]) -> None:
@@ -80,7 +78,8 @@ class SmallerModel:
         """Empty the filled layer, if there is one."""
         if self.filled is not None:
             for key in self.partial.keys_under(self.filled):
-                set_tensor(self.model, key, self.empty[key])
+                empty = self.model.get_parameter_or_buffer(key).to("meta")
+                set_tensor(self.model, key, empty)
         for name in self._constants:
             substitute(self.model.get_submodule(name), None)
         self.filled = None
@@ -101,7 +100,6 @@ class SideBySide(LayerVisitor):
         self.variants = variants
         self._smaller: dict[int | None, SmallerModel] = {}  # by experts
         self._filled: Substitution | None = None  # the variant whose layer is ready
-        self._forward: Forward | None = None  # of that layer; None: the model's own
         self._live = model.partial.model  # that holds that layer
 
     def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
@@ -114,11 +112,13 @@ class SideBySide(LayerVisitor):
                 if variant.experts not in self._smaller:
                     self._smaller[variant.experts] = SmallerModel(self.model, variant.experts)
                 smaller = self._smaller[variant.experts]
-                self._forward = smaller.fill(decoder_layer, tensors or {})
-                self._live = smaller.model
+                smaller.fill(decoder_layer, tensors or {})
                 smaller.put_constants({name: variant.constants[name] for name in names})
+                self._live = smaller.model
             self._filled = variant
-        forward = self._forward or layer_forward
+        forward = layer_forward
+        if self._live is not self.model.partial.model:
+            forward = self._live.get_submodule(decoder_layer).forward
         if variant.around is None:
             return forward
         context = variant.around(self._live, decoder_layer)
@@ -133,5 +133,4 @@ class SideBySide(LayerVisitor):
         for smaller in self._smaller.values():
             smaller.release()
         self._filled = None
-        self._forward = None
         self._live = self.model.partial.model

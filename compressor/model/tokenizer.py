@@ -32,7 +32,7 @@ MARGIN = 4096  # tokens after the requested ones, which may differ if the text i
 LONGEST = 96  # most letters of a token, except in blanks, marks or unknown text
 
 
-def load_tokenizer(folder: Path, hint: str = "copy those of the original model there") -> Any:
+def load_tokenizer(folder: Path) -> Any:
     """Return the checkpoint's tokenizer; raise `CompressionError` if it has none, or one without a
     token of text."""
     try:
@@ -56,7 +56,8 @@ def load_tokenizer(folder: Path, hint: str = "copy those of the original model t
                 raise ValueError("its vocabulary holds nothing but special tokens")
     except Exception as error:  # tokenizer classes raise anything
         raise CompressionError(
-            f"{folder} has no usable tokenizer ({reason_of(error)}); {hint}"
+            f"{folder} has no usable tokenizer ({reason_of(error)}); copy those of the original "
+            "model there"
         ) from error
     return tokenizer
 
@@ -290,15 +291,12 @@ def chat_form(tokenizer: Any, template: str) -> ChatForm:
     )
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Any], tools: Any = None, **options: Any) -> str:
-    """Return the text of a conversation, rendered by the chat template; it may raise any
-    exception."""
+def render_chat(tokenizer: Any, messages: Sequence[Any], tools: Any = None, **options: Any) -> Any:
+    """Return the text of a conversation, rendered by the chat template of a tokenizer or processor,
+    or what `options` ask for in its place; it may raise any exception."""
     form = chat_form(tokenizer, str(tokenizer.chat_template))
     adapted = [form.message(message) for message in messages]
     templates = templates_of(tokenizer)
-    options |= dated_template(
-        templates, "tool_use" if tools and "tool_use" in templates else "default"
-    )
-    return str(
-        tokenizer.apply_chat_template(adapted, tokenize=False, tools=form.tools(tools), **options)
-    )
+    name = "tool_use" if tools and "tool_use" in templates else "default"
+    options = {"tokenize": False, **options, **dated_template(templates, name)}
+    return tokenizer.apply_chat_template(adapted, tools=form.tools(tools), **options)

@@ -21,7 +21,6 @@ from compressor.data.batches import (
     TextBatches,
     TextSpec,
     evaluation_sets,
-    load_tokenizer,
     read_text,
     repeat_text,
 )
@@ -41,7 +40,7 @@ from compressor.memory import PeakMemory
 from compressor.model.in_memory import opened
 from compressor.model.loaded import LoadedModel
 from compressor.model.opened import OpenModel, how_resident
-from compressor.model.tokenizer import thinking_end
+from compressor.model.tokenizer import load_tokenizer, thinking_end
 from compressor.progress import Clock, Progress, Silent
 from compressor.recipe.plan import Source, check_source
 from compressor.recipe.recipe import MONE, Recipe

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from compressor.checkpoint.source import ModelSource, locate
-from compressor.data.batches import Calibration, calibrate, load_tokenizer, repeat_text
+from compressor.data.batches import Calibration, calibrate, repeat_text
 from compressor.data.sources import divide, parse_sources, without_folders
 from compressor.devices import as_float64
 from compressor.errors import CompressionError, reason_of
@@ -33,6 +33,7 @@ from compressor.model.experts import moe_hooks
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import DTYPES, OpenModel, open_model
 from compressor.model.streaming import LayerVisitor, hidden_of
+from compressor.model.tokenizer import load_tokenizer
 from compressor.pipeline.outcome import read_outcome
 from compressor.progress import Progress, Silent
 from compressor.recipe.registry import load_strategy

@@ -6,7 +6,6 @@ T tokens of a batch, S sampled ones, E experts, K top-k, H hidden, I neurons of 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -55,9 +54,6 @@ class RouterArguments:
     # which dimension counts tokens, if one does
     dims: Mapping[int | str, int | None] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "by_keyword", MappingProxyType(dict(self.by_keyword)))
-
 
 @dataclass(frozen=True, slots=True)
 class Observed(LayerWeights):
@@ -97,10 +93,11 @@ class RouterCall:
 
 
 class Meter:
-    """Measures one statistic of a layer."""
+    """Measures one statistic of a layer; its options are attributes."""
 
-    def __init__(self, observed: Observed) -> None:
+    def __init__(self, observed: Observed, **options: Any) -> None:
         self.observed = observed
+        vars(self).update(options)
 
     def begin(self, source: int) -> None:
         """Expect a batch of this source of text."""
@@ -140,8 +137,8 @@ class Meter:
 class Sum(Meter):
     """A sum for each expert, [E] or [E, width], over all tokens; on the device until the end."""
 
-    def __init__(self, observed: Observed, *width: int) -> None:
-        super().__init__(observed)
+    def __init__(self, observed: Observed, *width: int, **options: Any) -> None:
+        super().__init__(observed, **options)
         device = float64_device(observed.experts.down_proj.device)
         shape = observed.sources, observed.layer.experts, *width
         self.totals = torch.zeros(shape, dtype=torch.float64, device=device)
@@ -177,9 +174,7 @@ class Sum(Meter):
 class GateSum(Sum):
     """Gate weights to a power; power 0 counts the tokens."""
 
-    def __init__(self, observed: Observed, power: int = 1) -> None:
-        super().__init__(observed)
-        self.power = power
+    power = 1
 
     def experts_called(self, call: ExpertsCall) -> None:
         weights = as_float64(call.weights.flatten())
@@ -208,10 +203,8 @@ class ProbabilitySum(Sum):
 class NormSum(Sum):
     """L2 norms of the outputs, times the gate weights if `gated`, to a power."""
 
-    def __init__(self, observed: Observed, gated: bool = False, power: int = 1) -> None:
-        super().__init__(observed)
-        self.gated = gated
-        self.power = power
+    gated = False
+    power = 1
 
     def experts_ran(self, choices: Choices, norms: Tensor, outputs: Tensor) -> None:
         weights = as_float64(choices.weights)
@@ -298,9 +291,10 @@ class PairSum(TokenSum):
     """[E, E] of the tokens that chose both experts: their number, or products of gated norms or
     gated outputs."""
 
-    def __init__(self, observed: Observed, of: Literal["tokens", "norms", "outputs"]) -> None:
-        super().__init__(observed, observed.layer.experts)
-        self.of = of
+    of: Literal["tokens", "norms", "outputs"]
+
+    def __init__(self, observed: Observed, **options: Any) -> None:
+        super().__init__(observed, observed.layer.experts, **options)
 
     def experts_ran(self, choices: Choices, norms: Tensor, outputs: Tensor) -> None:
         if self.of == "outputs":
@@ -390,8 +384,8 @@ class DeletionSum(TokenSum):
 class Sample(Meter):
     """A statistic of the sampled tokens."""
 
-    def __init__(self, observed: Observed) -> None:
-        super().__init__(observed)
+    def __init__(self, observed: Observed, **options: Any) -> None:
+        super().__init__(observed, **options)
         self.parts: list[tuple[tuple[int, int], Any]] = []  # by batch
 
     def all_reduce(self) -> None:
@@ -417,9 +411,7 @@ class Sample(Meter):
 class CallSample(Sample):
     """The arguments of the experts' calls: a `part` of an `ExpertsCall`."""
 
-    def __init__(self, observed: Observed, part: str) -> None:
-        super().__init__(observed)
-        self.part = part
+    part: str
 
     def experts_called(self, call: ExpertsCall) -> None:
         self.take(call, getattr(call, self.part))
@@ -477,8 +469,8 @@ class RouterArgumentsSample(Sample):
         self.parts.append((call.batch, arguments))
 
     def finish(self) -> RouterArguments:
-        joined = list[tuple[str | None, Any]]()
-        dims = dict[int | str, int | None]()
+        joined = []
+        dims = {}
         calls = [arguments for _, arguments in self.parts]
         for position, (name, dim, first) in enumerate(calls[0] if calls else ()):
             values = [arguments[position][2] for arguments in calls]
@@ -490,9 +482,7 @@ class RouterArgumentsSample(Sample):
 class ExpertOutputs(Sample):
     """The outputs of all experts, on the sampled inputs or on random mixtures of them."""
 
-    def __init__(self, observed: Observed, mixed: bool = False) -> None:
-        super().__init__(observed)
-        self.mixed = mixed
+    mixed = False
 
     def experts_called(self, call: ExpertsCall) -> None:
         self.take(call, call.hidden)

@@ -7,11 +7,11 @@ pass over the layers measures all that strategies need, each source's tokens apa
 batch, E experts, K top-k, H hidden."""
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast
 
@@ -92,6 +92,9 @@ class Statistic(Generic[T]):
         return cast(T, stats.values[self.name])
 
 
+TensorStatistic = Statistic[Tensor]
+
+
 @dataclass(frozen=True)
 class LayerStatistics:
     """The read-only statistics of one layer; `values` holds those collected, by name.
@@ -107,89 +110,89 @@ class LayerStatistics:
     sources: tuple["LayerStatistics", ...] = ()
     shares: Tensor | None = None  # [N, E] of the score of each source, where these are balanced
 
-    routed_count = Statistic[Tensor]("[E]", "tokens sent to each expert", GateSum, power=0)
-    modality_count = Statistic[Tensor](
+    routed_count = TensorStatistic("[E]", "tokens sent to each expert", GateSum, power=0)
+    modality_count = TensorStatistic(
         "[E, 2]",
         "tokens of text, and of pictures, video or sound, sent to each expert",
         ModalityCount,
     )
-    gate_weight_sum = Statistic[Tensor]("[E]", "sum of gate weights over those tokens", GateSum)
-    probability_sum = Statistic[Tensor](
+    gate_weight_sum = TensorStatistic("[E]", "sum of gate weights over those tokens", GateSum)
+    probability_sum = TensorStatistic(
         "[E]",
         "softmax of the router logits (over a skip expert too), summed over all tokens",
         ProbabilitySum,
     )
-    norm_sum = Statistic[Tensor](
+    norm_sum = TensorStatistic(
         "[E]", "L2 norm of the expert's output, summed over its tokens", NormSum
     )
-    squared_norm_sum = Statistic[Tensor](
+    squared_norm_sum = TensorStatistic(
         "[E]", "square of that norm, summed over its tokens", NormSum, power=2
     )
-    gated_norm_sum = Statistic[Tensor](
+    gated_norm_sum = TensorStatistic(
         "[E]", "gate weight times the norm, summed over its tokens", NormSum, gated=True
     )
-    squared_gate_sum = Statistic[Tensor](
+    squared_gate_sum = TensorStatistic(
         "[E]", "square of the gate weight, summed over its tokens", GateSum, power=2
     )
-    squared_gate_output_sum = Statistic[Tensor](
+    squared_gate_output_sum = TensorStatistic(
         "[E, H]",
         "square of the gate weight times the expert's output, summed over its tokens",
         SquaredGateOutputSum,
     )
-    squared_gated_norm_sum = Statistic[Tensor](
+    squared_gated_norm_sum = TensorStatistic(
         "[E]",
         "square of gate weight times the norm, summed over its tokens",
         NormSum,
         gated=True,
         power=2,
     )
-    stream_energy_sum = Statistic[Tensor](
+    stream_energy_sum = TensorStatistic(
         "[E]",
         "that square over the squared norm of the token's hidden state behind the decoder layer, "
         "summed alike",
         StreamEnergySum,
     )
-    squared_neuron_sum = Statistic[Tensor](
+    squared_neuron_sum = TensorStatistic(
         "[E, I]",
         "square of the gate weight times what each neuron gives the down projection, summed over "
         "the expert's tokens",
         SquaredNeuronSum,
     )
-    squared_deletion_sum = Statistic[Tensor](
+    squared_deletion_sum = TensorStatistic(
         "[E]",
         "square of how far the layer's output moves when the expert is deleted and the router "
         "takes its next one, "
         "summed over its tokens",
         DeletionSum,
     )
-    pair_count = Statistic[Tensor]("[E, E]", "tokens that chose both experts", PairSum, of="tokens")
-    pair_norm_sum = Statistic[Tensor](
+    pair_count = TensorStatistic("[E, E]", "tokens that chose both experts", PairSum, of="tokens")
+    pair_norm_sum = TensorStatistic(
         "[E, E]", "product of their gated norms, summed over those tokens", PairSum, of="norms"
     )
-    pair_product_sum = Statistic[Tensor](
+    pair_product_sum = TensorStatistic(
         "[E, E]",
         "inner product of their gated outputs, summed over those tokens",
         PairSum,
         of="outputs",
     )
-    router_orders = Statistic[Tensor](
+    router_orders = TensorStatistic(
         "[T, E]",
         "all experts from the highest router logit to the lowest, at every token, int16",
         RouterOrders,
     )
-    inputs = Statistic[Tensor](
+    inputs = TensorStatistic(
         "[S, H]", "inputs of the experts at the sampled tokens", CallSample, part="hidden"
     )
-    router_logits = Statistic[Tensor]("[S, E]", "router logits there", RouterLogits)
-    top_k_index = Statistic[Tensor]("[S, K]", "experts chosen there", CallSample, part="index")
-    top_k_weights = Statistic[Tensor]("[S, K]", "their gate weights", CallSample, part="weights")
+    router_logits = TensorStatistic("[S, E]", "router logits there", RouterLogits)
+    top_k_index = TensorStatistic("[S, K]", "experts chosen there", CallSample, part="index")
+    top_k_weights = TensorStatistic("[S, K]", "their gate weights", CallSample, part="weights")
     router_arguments = Statistic[RouterArguments](
         "",
         "positional and by keyword, what the router was called with there",
         RouterArgumentsSample,
     )
-    expert_outputs = Statistic[Tensor]("[E, S, H]", "every expert's output there", ExpertOutputs)
-    mixed_outputs = Statistic[Tensor](
+    expert_outputs = TensorStatistic("[E, S, H]", "every expert's output there", ExpertOutputs)
+    mixed_outputs = TensorStatistic(
         "[E, S, H]",
         "every expert's output on random mixtures of those inputs",
         ExpertOutputs,
@@ -198,7 +201,7 @@ class LayerStatistics:
     weights = Statistic[LayerWeights](
         "", "the layer's live experts and router modules, to be read only", Weights
     )
-    rank_change = Statistic[Tensor](
+    rank_change = TensorStatistic(
         "[E]",
         "AARV: places by which the ranks of later routers' chosen experts change without the "
         "expert, on average over "
@@ -374,16 +377,19 @@ class Collector:
             share / whole * tokens / max(seen, 1)
             for share, seen in zip(self.shares, by_source, strict=True)
         ]
-        values = dict[str, Any]()
+        values = {}
         for name, meter in self.meters.items():
             meter.combine(scales)
             values[name] = meter.finish()
         seed = self.observed.seed
-        sums = {name: meter for name, meter in self.meters.items() if not isinstance(meter, Sample)}
-        sources = list[LayerStatistics]()
+        sources = []
         for source, seen in enumerate(by_source):
             if seen and len(by_source) > 1:
-                alone = {name: meter.of_source(source) for name, meter in sums.items()}
+                alone = {
+                    name: meter.of_source(source)
+                    for name, meter in self.meters.items()
+                    if meter not in samples
+                }
                 sources.append(LayerStatistics(self.layer, seen, alone, seed))
         return LayerStatistics(self.layer, tokens, values, seed, tuple(sources))
 
@@ -409,18 +415,17 @@ class CalibrationCollector(Collector):
     ) -> None:
         self.calibration = calibration
         self.rows: dict[int, Tensor] = {}  # the sampled tokens of each batch
-        batches: dict[int, list[int]] = {}
+        batches = defaultdict(list)
         for number in calibration.fit:
-            batches.setdefault(calibration.source_of(number), []).append(number)
+            batches[calibration.source_of(number)].append(number)
         for source, numbers in batches.items():
             sizes = [calibration.batches[number].numel() for number in numbers]
             sampled = calibration.sample_tokens
             count = sum(sizes) if sampled is None else round(sampled * calibration.weights[source])
-            positions = sample_positions(sum(sizes), count, seed)
-            bounds = pairwise([0, *accumulate(sizes)])
-            for number, (begin, end) in zip(numbers, bounds, strict=True):
-                inside = (positions >= begin) & (positions < end)
-                self.rows[number] = positions[inside] - begin
+            is_sampled = torch.zeros(sum(sizes), dtype=torch.bool)
+            is_sampled[sample_positions(sum(sizes), count, seed)] = True
+            for number, part in zip(numbers, is_sampled.split(sizes), strict=True):
+                self.rows[number] = part.nonzero()[:, 0]
         shares = [
             weight if source in batches else 0.0
             for source, weight in enumerate(calibration.weights)
@@ -431,10 +436,8 @@ class CalibrationCollector(Collector):
         """Observe the batch of this number, which is about to run."""
         self.detach()
         if batch in self.rows:
-            calibration = self.calibration
-            self.observe(
-                calibration.batches[batch], self.rows[batch], batch, calibration.source_of(batch)
-            )
+            tokens = self.calibration.batches[batch]
+            self.observe(tokens, self.rows[batch], batch, self.calibration.source_of(batch))
 
     def finish(self) -> LayerStatistics:
         """Return the statistics of the layer: of all batches on the first rank, and without values

@@ -222,10 +222,11 @@ def memory_of(process: int, field: str) -> int:
 def losses(folder: Path | str, text: str, sequences: int, length: int) -> Tensor:
     """Of a checkpoint on so many sequences of a text, in nats per token: [sequences], float64."""
     from compressor.checkpoint.source import locate
-    from compressor.data.batches import calibrate, load_tokenizer
+    from compressor.data.batches import calibrate
     from compressor.data.sources import parse_sources
     from compressor.model.opened import open_model
     from compressor.model.streaming import LayerVisitor, Pass
+    from compressor.model.tokenizer import load_tokenizer
 
     model = open_model(locate(str(folder)), "auto", "cpu")
     read = parse_sources([text])

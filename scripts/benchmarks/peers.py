@@ -72,8 +72,9 @@ def save_batches(model: Path, data: str, samples: int, length: int, file: Path) 
     """Write the batches that our calibration makes of the text, for everybody; returns the SHA-256 of the token ids."""
     import torch
 
-    from compressor.data.batches import calibrate, load_tokenizer
+    from compressor.data.batches import calibrate
     from compressor.data.sources import parse_sources
+    from compressor.model.tokenizer import load_tokenizer
 
     vocab = json.loads((model / "config.json").read_text())["vocab_size"]
     made = calibrate(

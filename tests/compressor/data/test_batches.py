@@ -17,11 +17,11 @@ from compressor.data.batches import (
     Calibration,
     WeightedSource,
     evaluation_sets,
-    load_tokenizer,
     repeat_text,
     sample_positions,
 )
 from compressor.errors import CompressionError
+from compressor.model.tokenizer import load_tokenizer
 from tests.support import small
 from tests.support.texts import END, TOKENIZER, VOCAB, Numbers, Words, count_up, numbered, run, stream_of, write
 

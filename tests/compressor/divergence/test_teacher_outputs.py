@@ -9,10 +9,11 @@ from transformers import AutoModelForCausalLM
 
 import compressor
 from compressor.checkpoint.source import locate
-from compressor.data.batches import calibrate, load_tokenizer
+from compressor.data.batches import calibrate
 from compressor.divergence import teacher_outputs as base_answers
 from compressor.divergence.teacher_outputs import Distributions, read_base, top_divergence
 from compressor.model.opened import open_model
+from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import Silent
 from tests.support.opened_models import batches, opened
 

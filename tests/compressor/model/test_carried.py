@@ -66,7 +66,8 @@ def test_a_tokenizer_without_its_package_passes(model: Path) -> None:
 
 
 OWN = {"AutoTokenizer": ["own.Own", None], "AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
-CONFIGS = ("config.json", CONFIG, "generation_config.json", "processor_config.json", "preprocessor_config.json")
+OTHERS = ("generation_config.json", "processor_config.json", "preprocessor_config.json")
+CONFIGS = ["config.json", CONFIG, *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -23,8 +23,9 @@ FLAGS: dict[str, dict[str, Any]] = {
     "tied": {"": True}, "untied": {"": False}, "absent": {}, "text": {"text_config": True},
 }  # fmt: skip
 WITH_PICTURES = ("qwen3_vl_moe", "ernie4_5_vl_moe")
+FAST = [*product(("mixtral",), STORED, ("tied",)), ("mixtral", "different", "untied")]
 CASES = [
-    pytest.param(*case, marks=() if case[0] == "mixtral" else pytest.mark.full)
+    pytest.param(*case, marks=() if case in FAST else pytest.mark.full)
     for case in product(("mixtral", "gemma4", *WITH_PICTURES), STORED, FLAGS)
     if case[2] != "text" or case[0] in WITH_PICTURES
 ]

@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM
 import compressor
 from compressor import CompressionError
 from compressor.checkpoint.source import locate
-from compressor.data.batches import load_tokenizer, repeat_text
+from compressor.data.batches import repeat_text
 from compressor.hub.check import verify_folder
 from compressor.model.mtp import find_heads
 from compressor.model.opened import open_model
+from compressor.model.tokenizer import load_tokenizer
 from compressor.recipe.steps_plan import Plan
 from compressor.run_record import read_record
 from tests.support import mtp_checkpoints, small

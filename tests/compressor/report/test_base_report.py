@@ -10,9 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from compressor.checkpoint.source import locate
-from compressor.data.batches import calibrate, load_tokenizer
+from compressor.data.batches import calibrate
 from compressor.data.sources import parse_sources
 from compressor.model.opened import open_model
+from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import Silent
 from compressor.recipe.plan import LayerPlan
 from compressor.report.base_report import MEASURES, compare_experts

@@ -11,11 +11,12 @@ from torch.nn.functional import kl_div, log_softmax
 from transformers import PreTrainedModel
 
 import compressor
-from compressor.data.batches import load_tokenizer, repeat_text
+from compressor.data.batches import repeat_text
 from compressor.divergence.evaluator import Difference, Evaluator
 from compressor.errors import CompressionError
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
+from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import Silent
 from compressor.recipe.plan import ExpertPlan, LayerPlan
 from compressor.recipe.registry import load_strategy
