@@ -38,7 +38,14 @@ from compressor.recipe.plan import ExpertPlan
 from compressor.recipe.recipe import Recipe, make_step
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.step import StepOptions
-from compressor.report.comparison_report import Comparison, Row, choice, related
+from compressor.report.comparison_report import (
+    Comparison,
+    Row,
+    Variant,
+    choice,
+    related,
+    row_of,
+)
 from compressor.report.grid import SCHEMES, STORED, TRANSFORMERS, Grid
 from compressor.run_record import versions
 from compressor.statistics.statistics import WEIGHTS
@@ -66,7 +73,7 @@ class PlannedShare:
     plan: ExpertPlan
     files: CutFiles | None = None
     # name, strategy and correction of its row
-    way: Mapping[str, str] = field(default_factory=dict)
+    way: Mapping[str, Any] = field(default_factory=dict)
     schemes: dict[str, Scheme | None] = field(default_factory=dict)
     # of all tensors that would be written, by format
     bytes: dict[str, int] = field(default_factory=dict)
@@ -283,9 +290,7 @@ def compare_sizes(
             results = evaluator.measure(model, substitutions, progress=run.progress)
             layer = model.architecture.layers[0]
             for (share, name, scheme), figures in zip(variants, results, strict=True):
-                row = Row.of(
-                    figures,
-                    sets,
+                variant = Variant(
                     **share.way,
                     share=float(share.share),
                     experts=share.plan.experts,
@@ -296,6 +301,11 @@ def compare_sizes(
                     bits=8 * share.bytes[name] / parameters,
                     scheme=name,
                     group_size=None if scheme is None else scheme.group_size,
+                )
+                row = row_of(
+                    variant,
+                    figures,
+                    sets,
                     loss_by_sequence=tuple(figures.loss.tolist()),
                     kl_by_sequence=tuple(figures.kl.tolist()),
                 )
@@ -374,8 +384,8 @@ def fitted(
         sizes = compare_sizes(run, [recipe.steps], data, sets, recipe.seed, grid)
     if not sizes.fitting:
         raise CompressionError(choice(sizes)[0])
-    best = sizes.fitting[0]
-    if best is sizes.base:
+    best = sizes.fitting[0].variant
+    if best is sizes.base.variant:
         raise CompressionError(
             f"{sizes.model} has {human_bytes(best.bytes)}, which fits already; nothing is to be "
             "done"
