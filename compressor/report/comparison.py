@@ -148,6 +148,12 @@ def random_drop(seed: int) -> Strategy:
     return Strategy(RANDOM, plan, frozenset())
 
 
+def corrections_of(methods: Iterable[str]) -> tuple[Correct, ...]:
+    """Return corrections of these methods, each once."""
+    unique = dict.fromkeys(methods)
+    return tuple(validated(Correct, {"method": method}, "correct") for method in unique)
+
+
 def candidates_of(grid: Grid) -> list[Candidate]:
     """Return the strategies to compare, each once, and without formats random drops; no model is
     read.
@@ -169,11 +175,9 @@ def candidates_of(grid: Grid) -> list[Candidate]:
         prune = make_step("prune", {"balance": options.pop("balance", None)})
         assert isinstance(prune, Prune)
         strategy = load_strategy(name, options).balancing(prune.balance)
-        corrections = []
-        for method in dict.fromkeys(grid.corrections or ("none", strategy.correction)):
-            corrections.append(validated(Correct, {"method": method}, "correct"))
+        corrections = corrections_of(grid.corrections or ("none", strategy.correction))
         shown = " ".join([name, *(f"({setting})" for setting in settings)])
-        candidates.append(Candidate(shown, strategy, options, tuple(corrections)))
+        candidates.append(Candidate(shown, strategy, options, corrections))
     for seed in range(0 if grid.schemes else grid.random_seeds):
         drop = random_drop(seed)
         candidates.append(Candidate(f"random (seed {seed})", drop, {}, (UNCORRECTED,), seed))
@@ -467,10 +471,7 @@ def compare(
             for planned, (_, candidate) in zip(plans, pairs, strict=True):
                 rows += bench.rows(planned, candidate)
             if grid.constants and model is base:
-                methods = grid.corrections or ("none",)
-                corrections = [
-                    validated(Correct, {"method": method}, "correct") for method in methods
-                ]
+                corrections = corrections_of(grid.corrections or ("none",))
                 rows += bench.constants(counts, protected, corrections)
     return Comparison(
         model=base.source.label,

@@ -84,7 +84,6 @@ class Variant:
     bytes: int  # of all tensors
     # parameters that a token passes; None where stored elements are no parameters
     active: int | None = None
-    bits: float | None = None  # of all tensors for each parameter of the base
 
     @property
     def kept(self) -> float:
@@ -284,6 +283,10 @@ class Comparison:
         """Return a row's loss above the base's."""
         return row.loss - self.base.loss
 
+    def bits(self, row: Row) -> float | None:
+        """Return the bits of all tensors for each parameter of the base."""
+        return None if self.parameters is None else 8 * row.variant.bytes / self.parameters
+
     def name_of(self, row: Row) -> str:
         """Return a row's share and format, with its strategy where there are several."""
         smaller = {label(other) for other in self.rows if other.variant.name != "base"}
@@ -304,6 +307,7 @@ class Comparison:
             "answers": {task.task: task.values for task in row.answers},
             "label": self.name_of(row) if self.formats else label(row),
             "loss_increase": self.increase(row),
+            "bits": self.bits(row),
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -606,7 +610,7 @@ def choice(comparison: Comparison) -> list[str]:
     best = fitting[0]
     increase = _with_error(f"{comparison.increase(best):+.4f}", best.standing.loss_error)
     kl = _with_error(f"{best.kl:.4f}", best.standing.kl_error)
-    size = f"{human_bytes(best.variant.bytes)}, {best.variant.bits:.3g} bits a weight"
+    size = f"{human_bytes(best.variant.bytes)}, {comparison.bits(best):.3g} bits a weight"
     first = (
         f"Best of {len(fitting)} that fit in {limit}: {name_of(best)} ({size}; KL {kl}, loss "
         f"{increase} nats per token)."
