@@ -3,7 +3,6 @@ counts and sizes."""
 
 import difflib
 import math
-import os.path
 import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -196,4 +195,7 @@ def percent(value: object) -> str:
 
 def common_prefix(one: str, other: str) -> int:
     """Return how many letters two texts begin with alike."""
-    return len(os.path.commonprefix((one, other)))
+    length = 0
+    while one[length : length + 1] == other[length : length + 1] != "":
+        length += 1
+    return length

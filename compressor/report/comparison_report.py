@@ -389,7 +389,6 @@ def columns_of(comparison: Comparison) -> list[Column]:
     """Return the columns of a comparison's table, from left to right."""
     base = comparison.base
     has_formats = bool(comparison.formats)
-    facts = {id(row): comparison.facts(row) for row in comparison.rows}
 
     def model(group: Group) -> Words:
         losses = [row.loss for row in group]
@@ -422,34 +421,30 @@ def columns_of(comparison: Comparison) -> list[Column]:
 
     def number(
         key: str,
-        form: Callable[[float], str] = "{:.4f}".format,
-        error: str | None = None,
-        merge: Callable[[list[Any]], float] = fmean,
-        is_blank: Callable[[Row], bool] = lambda row: False,
+        form: Callable[[Any], str] = "{:.4f}".format,
+        error: str = "",
+        merge: Callable[[list[Any]], Any] = fmean,
+        blank: Callable[[Row], bool] = lambda row: False,
     ) -> Callable[[Group], Words]:
         """Return the cells of a fact, by default its mean over random drops; a single row's have
         their standard error."""
 
         def cell(group: Group) -> Words:
-            values = [facts[id(row)][key] for row in group]
-            if None in values or is_blank(group[0]):
+            facts = [comparison.facts(row) for row in group]
+            values = [known[key] for known in facts]
+            if None in values or blank(group[0]):
                 return "-"
-            deviation = None if error is None else facts[id(group[0])][error]
-            return _with_error(form(merge(values)), deviation)
+            return _with_error(form(merge(values)), facts[0][error] if error else None)
 
         return cell
 
-    increase = number(
-        "loss_increase", "{:+.4f}".format, "loss_error", is_blank=lambda row: row is base
-    )
-    behind = number("behind", error="behind_error", is_blank=lambda row: row.standing.frontier)
     # where rows differ in top-k, and it is known what that comes to in parameters
     variants = [row.variant for row in comparison.rows]
     differ = any(variant.top_k is not None for variant in variants)
     has_active = differ and all(variant.active is not None for variant in variants)
 
-    def with_context(group: Group) -> Words:
-        return human_bytes(group[0].variant.bytes + comparison.cache)
+    def with_context(nbytes: int) -> str:
+        return human_bytes(nbytes + comparison.cache)
 
     columns = [
         Column("model", model),
@@ -457,17 +452,24 @@ def columns_of(comparison: Comparison) -> list[Column]:
         *(Column(task, partial(score, task)) for task in base.tasks),
         Column("format", lambda group: group[0].variant.format, has_formats),
         Column("bytes", number("bytes", human_bytes), has_formats),
-        Column("with context", with_context, has_formats and comparison.cache > 0),
+        Column("with context", number("bytes", with_context), has_formats and comparison.cache > 0),
         Column("bits", number("bits", "{:.2f}".format), has_formats),
         Column("parameters", number("parameters", human_count)),
         Column("active", number("active", human_count), has_active),
         Column("loss", number("loss")),
-        Column("increase", increase),
+        Column(
+            "increase",
+            number("loss_increase", "{:+.4f}".format, "loss_error", blank=lambda row: row is base),
+        ),
         Column("worst source", worst_source, len(comparison.evaluation) > 1),
         Column("perplexity", number("perplexity", "{:.4g}".format)),
         Column("KL", number("kl", error="kl_error")),
         Column("flips", number("flips")),
-        Column("behind", behind, has_formats),
+        Column(
+            "behind",
+            number("behind", error="behind_error", blank=lambda row: row.standing.frontier),
+            has_formats,
+        ),
         Column("layer error", number("error"), not has_formats),
         Column("seconds", number("seconds", "{:.1f}".format), not has_formats),
         Column("peak memory", number("peak_memory", human_bytes, merge=max), not has_formats),
