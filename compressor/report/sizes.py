@@ -32,6 +32,7 @@ from compressor.model.moe_layer import layers_by_decoder_layer
 from compressor.model.opened import OpenModel, refuse_shared_experts
 from compressor.model.serving import NAMES, loaders
 from compressor.model.substitution import Substitution
+from compressor.options import validated
 from compressor.pipeline.resolve import HELDOUT, Session, open_run, read_calibration
 from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan
@@ -351,19 +352,18 @@ def cache_bytes(config: Any, tokens: int, dtype: torch.dtype) -> int:
 
 def fitted(
     recipe: Recipe,
-    limit: int,
-    servers: Sequence[str] = (),
+    grid_options: Mapping[str, Any],
     *,
     device: str = "auto",
     progress: Progress | None = None,
 ) -> tuple[Recipe, Comparison]:
-    """Return the recipe with the share of the experts and the format that fit into the limit with
-    the least KL.
+    """Return the recipe with the share of the experts and the format that fit with the least KL
+    into the limit, `nbytes` of the grid's options.
 
     The choice is made on held-out calibration text, with corrections in closed form where none is
     named. Steps that the choice makes idle are left out. Raises `CompressionError` if nothing fits,
     or nothing need be done."""
-    grid = Grid(servers=tuple(servers), nbytes=limit)
+    grid = validated(Grid, grid_options, "--for")
     prune = next((step for step in recipe.steps if isinstance(step, Prune)), None)
     if prune is None or any(step.format for step in recipe.steps):
         raise CompressionError(
