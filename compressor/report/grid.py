@@ -101,11 +101,11 @@ class Grid(Options):
                 raise CompressionError(
                     "shares of the experts that stay are above 0 and up to 1, such as 1,3/4,1/2"
                 )
-            for kind, names, known in (
+            for kind, chosen, known in (
                 ("format", self.schemes, SCHEMES),
                 ("server", self.servers, SERVED),
             ):
-                for name in names:
+                for name in chosen:
                     if name not in known:
                         raise CompressionError(
                             f"there is no {kind} {name!r}; {known_names(name, known)}"
