@@ -304,6 +304,8 @@ def compare_sizes(
                     variants.append(variant)
                     change = partial(tensors, share, scheme)
                     substitutions.append(Substitution(change, variant.experts))
+            if not variants:  # no server loads any of the formats
+                continue
             results = evaluator.measure(share.model, substitutions, progress=run.progress)
             for variant, figures in zip(variants, results, strict=True):
                 by_sequence = {
