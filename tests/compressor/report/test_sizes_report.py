@@ -30,7 +30,6 @@ def pair(nbytes: int, kls: tuple[float, ...], share: float = 0.5, scheme: str = 
     way = {"name": "base", "correction": "none"} if share == 1 else {"name": "auto", "correction": "ridge"}
     size: dict[str, Any] = {
         "bytes": nbytes,
-        "bits": 8 * nbytes / 4000,
         "share": share,
         "scheme": scheme,
         "group_size": 64,
