@@ -4,9 +4,16 @@ torch."""
 import inspect
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from compressor.errors import CompressionError
 from compressor.formatting import known_names
@@ -91,6 +98,18 @@ def separated(value: Any) -> Any:
         return value
     names = [name.strip() for text in texts for name in text.split(",")]
     return tuple(name for name in names if name)
+
+
+def several(value: Any) -> Any:
+    """'a, b' -> names; some text that names nothing is refused."""
+    texts = [value] if isinstance(value, str) else value or ()
+    for text in texts:
+        if isinstance(text, str) and not separated(text):
+            raise ValueError(f"{text!r} names none; name some, or leave it out for the default")
+    return separated(value)
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(several)]
 
 
 def validated(

@@ -19,9 +19,9 @@ comparison = compare(
     calibration=TextOptions(data=text, samples=32, sequence_length=128),
 )
 base, *rows = comparison.rows
-cheap = [row for row in rows if row.seed is None and row.loss - base.loss <= float(limit)]
+cheap = [row for row in rows if row.variant.seed is None and row.loss - base.loss <= float(limit)]
 if not cheap:
     sys.exit(f"none of {', '.join(counts)} experts costs at most {limit} nats")
-best = min(cheap, key=lambda row: row.bytes)
-print(f"{best.experts} experts cost {best.loss - base.loss:.3f} nats")
-compress(model, out, experts=best.experts, **choice, **reading)
+best = min(cheap, key=lambda row: row.variant.bytes)
+print(f"{best.variant.experts} experts cost {best.loss - base.loss:.3f} nats")
+compress(model, out, experts=best.variant.experts, **choice, **reading)

@@ -25,7 +25,6 @@ from compressor.cli.options import (
     Seed,
     Writing,
     flag,
-    listed,
     options_of,
 )
 from compressor.cli.outputs import show_hub_bars
@@ -166,9 +165,9 @@ def compress(
         from compressor.report.comparison_report import sentences
         from compressor.report.sizes import fitted
 
-        limit, names = read_bytes(nbytes, "--bytes"), listed(servers, "--for") or ()
+        grid = {"nbytes": read_bytes(nbytes, "--bytes"), "servers": servers or ()}
         with progress_bars(running.as_json) as progress:
-            recipe, sizes = fitted(recipe, limit, names, device=running.device, progress=progress)
+            recipe, sizes = fitted(recipe, grid, device=running.device, progress=progress)
             for line in sentences(sizes):
                 logger.info("%s", line)
     if dry_run or output is None:

@@ -3,15 +3,15 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from compressor.cli.options import listed, options_of
+from compressor.cli.options import options_of
 from compressor.extras import TASKS, require
-from compressor.options import Options
+from compressor.options import Names, Options
 
 
 class ItemFlags(Options):
     """Items that a model answers."""
 
-    tasks: str | None = None
+    tasks: Names = ()
     """lm-eval tasks of multiple choice, separated by commas; `comoe train` takes their training
     splits."""
     file: Path | None = None
@@ -32,7 +32,6 @@ class ItemFlags(Options):
         """Return the arguments of a function that reads items, with its name for their file."""
         return {
             **self.model_dump(exclude={"file"}),
-            "tasks": listed(self.tasks, "--tasks") or (),
             file: self.file,
         }
 

@@ -50,23 +50,14 @@ GRID_NAMES = {
     "corrections": "correct",
     "evaluate": "heldout",
 }
-COUNTS = options_of(
-    Grid, KEEP, ("experts", "protect", "ratios", "splits", "top_ks"), names=GRID_NAMES
-)
-WAYS = options_of(
+GRID = options_of(
     Grid,
-    None,
-    (
-        "strategies",
-        "corrections",
-        "evaluate",
-        "evaluation_samples",
-        "sample_tokens",
-        "random_seeds",
-    ),
+    {
+        **dict.fromkeys(("experts", "protect", "ratios", "splits", "top_ks"), KEEP),
+        **dict.fromkeys(("sizes", "bits", "context", "shares", "schemes"), SIZES),
+    },
     names=GRID_NAMES,
 )
-FORMATS = options_of(Grid, SIZES, ("sizes", "bits", "context", "shares", "schemes"))
 SHOWN = (  # by `compare --help`, others by `--help-all`
     "strategies",
     "correct",
@@ -89,9 +80,7 @@ def compare(
     model: Model,
     text: Text,
     running: Computing,
-    counts: Annotated[dict[str, Any], COUNTS],
-    grid: Annotated[dict[str, Any], WAYS],
-    sizes: Annotated[dict[str, Any], FORMATS],
+    grid: Annotated[dict[str, Any], GRID],
     tasks: Annotated[dict[str, Any], TASK_OPTIONS],
     output: Annotated[
         Path, flag("New folder for comparison.json, comparison.md and comparison.png.")
@@ -108,7 +97,7 @@ def compare(
 ) -> None:
     """Compare strategies, corrections, expert counts and number formats on text and tasks: one
     table, one plot."""
-    require("matplotlib", *protecting_packages(counts.get("protect")))
+    require("matplotlib", *protecting_packages(grid.get("protect")))
     for named in separated(grid.get("strategies")) or ():
         find(STRATEGIES, named.partition(":")[0])
     refuse_absent_texts(text.data or ())
@@ -121,9 +110,7 @@ def compare(
             f"there are no rows of --format {format!r}; known are safetensors, {MONE}"
         )
     options = {
-        **counts,
         **grid,
-        **sizes,
         **tasks,
         "constants": format == MONE,
         "nbytes": None if nbytes is None else read_bytes(nbytes, "--bytes"),
@@ -170,19 +157,21 @@ def installed(
         for name, summary, options, *needed in _entries(kind):
             summary_line = f"{summary} Needs {', '.join(needed)}." if needed else summary
             rows.append((name, "", "", "", summary_line))
-            entry = {"name": name, "summary": summary, "needs": needed}
-            entry |= {"options": {}, "types": {}, "help": {}}
-            for option, field in (described(options) if options else {}).items():
-                entry["options"][option] = field.default
-                entry["types"][option] = field.type_name
-                entry["help"][option] = field.text
-                shown = field.default
-                if shown in (None, {}):
-                    shown = "-"
-                elif not isinstance(shown, str):
+            fields = described(options) if options else {}
+            entry = {
+                "name": name,
+                "summary": summary,
+                "needs": needed,
+                "options": {option: field.default for option, field in fields.items()},
+                "types": {option: field.type_name for option, field in fields.items()},
+                "help": {option: field.text for option, field in fields.items()},
+            }
+            content.append(entry)
+            for option, field in fields.items():
+                shown = "-" if field.default in (None, {}) else field.default
+                if not isinstance(shown, str):
                     shown = json.dumps(shown, default=str)
                 rows.append(("", option, field.type_name, shown, field.text))
-            content.append(entry)
     table = Table(kind.capitalize(), columns, tuple(rows), frozenset(columns))
     print_report(running.as_json, content, [table])
 

@@ -92,7 +92,7 @@ def flag(text: str, panel: str | None = None, *names: str, **more: Any) -> Any:
 
 def options_of(
     model: Any,
-    panel: str | None = None,
+    panel: str | Mapping[str, str] | None = None,
     only: Collection[str] | None = None,
     without: Collection[str] = ("calibration",),
     names: Mapping[str, str] = MappingProxyType({"as_json": "json"}),
@@ -101,33 +101,33 @@ def options_of(
     """Make an option of each described field of a class of options; its value is None where it is
     not given.
 
-    `names` are those of options that are not called like their field. The help mentions defaults,
-    or does not."""
+    The panel in the help may depend on the field. `names` are those of options that are not called
+    like their field. The help mentions defaults, or does not."""
     options = Choices()
     for field, entry in described(model).items():
         if not entry.text or field in without or (only is not None and field not in only):
             continue
         kind: Any = str  # what else it is, the field itself checks
-        if len(entry.kinds) == 1 and entry.kinds[0] in (bool, int, float):
+        if len(entry.kinds) == 1 and entry.kinds[0] in (bool, int, float, Path):
             kind = entry.kinds[0]
         elif entry.kinds and get_origin(entry.kinds[0]) is tuple:
             kind = list[str]
         text = entry.text
         name = names.get(field, field)
-        if mention and entry.default is not False and entry.default not in (None, {}, ()):
-            shown = (
-                ",".join(map(str, entry.default))
-                if isinstance(entry.default, tuple)
-                else entry.default
-            )
-            shown = "yes" if shown is True else shown
+        shown = entry.default
+        if mention and shown is not False and shown not in (None, {}, ()):
+            if isinstance(shown, tuple):
+                shown = ",".join(map(str, shown))
+            elif shown is True:
+                shown = "yes"
             first, dot, more = text.rstrip(".").partition(". ")
             text = f"{first} (default: {shown}){dot}{more}."
         spelling = f"--{name.replace('_', '-')}"
         if entry.annotation == bool | None or entry.default is True:
             spelling = f"{spelling}/--no-{spelling[2:]}"
         several = {"metavar": "<str>"} if kind == list[str] else {}
-        option: Any = Annotated[kind | None, flag(text, panel, spelling, **several)]
+        place = panel.get(field) if isinstance(panel, Mapping) else panel
+        option: Any = Annotated[kind | None, flag(text, place, spelling, **several)]
         options.append(
             (field, Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=option))
         )

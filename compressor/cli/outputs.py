@@ -3,6 +3,7 @@ to the Hub."""
 
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -146,6 +147,29 @@ def generate(
     )
 
 
+class ReportFlags(Options):
+    """What a report shows, and where it is measured."""
+
+    model: str | None = None
+    """Source checkpoint, if it has moved."""
+    samples: int | None = None
+    """Sequences to measure on (default: as many as make 16,384 tokens)."""
+    sequence_length: int | None = None
+    """Tokens in each, of a text named here."""
+    hubs: Path | None = None
+    """A hubs.json made by `moe-compress attribute`."""
+    gate: Path | None = None
+    """The gate's result (default: the newest one of these files)."""
+    speed: bool = False
+    """Time both models side by side with stock transformers: prefill, decode and memory."""
+    no_measure: bool = False
+    """Run no model: show what the folder and the record of the run hold."""
+    figures: Path | None = None
+    """New folder for the page's figures as PNG."""
+    experts: int | None = None
+    """Groups to show of a model that is not compressed (default: three quarters of its experts)."""
+
+
 def report(
     checkpoint: Annotated[
         Path,
@@ -155,32 +179,8 @@ def report(
     ],
     text: Annotated[dict[str, Any], TEXT[:1]],
     running: Reading,
+    flags: Annotated[ReportFlags, options_of(ReportFlags)],
     output: Annotated[Path, flag("The page to write.")] = Path("report.html"),
-    model: Annotated[str | None, flag("Source checkpoint, if it has moved.")] = None,
-    samples: Annotated[
-        int | None, flag("Sequences to measure on (default: as many as make 16,384 tokens).")
-    ] = None,
-    sequence_length: Annotated[int | None, flag("Tokens in each, of a text named here.")] = None,
-    hubs: Annotated[Path | None, flag("A hubs.json made by `moe-compress attribute`.")] = None,
-    gate: Annotated[
-        Path | None,
-        flag("The gate's result (default: the newest one of these files).", metavar="GATE.JSON"),
-    ] = None,
-    speed: Annotated[
-        bool,
-        flag("Time both models side by side with stock transformers: prefill, decode and memory."),
-    ] = False,
-    no_measure: Annotated[
-        bool, flag("Run no model: show what the folder and the record of the run hold.")
-    ] = False,
-    figures: Annotated[Path | None, flag("New folder for the page's figures as PNG.")] = None,
-    experts: Annotated[
-        int | None,
-        flag(
-            "Groups to show of a model that is not compressed (default: three quarters of its "
-            "experts)."
-        ),
-    ] = None,
 ) -> None:
     """Write one self-contained HTML page: changes, sizes, similarities, routed tokens, errors,
     hubs, gate, timings.
@@ -189,49 +189,20 @@ def report(
     and their groups."""
     require("matplotlib", "jinja2")
     refuse_absent(checkpoint)
-    for file in (gate, hubs):
+    for file in (flags.gate, flags.hubs):
         refuse_no_file(file)
     if text.get("data") and not (checkpoint / COMPRESSION).is_file():
-        from compressor.report.base_report import (
-            FIGURE_NAMES,
-            base_blocks,
-            compare_experts,
-            write_base_page,
-        )
-        from compressor.report.page import check_report
-
-        check_report(output, figures, running.overwrite, FIGURE_NAMES)
-        with lock_output(output), progress_bars(running.as_json) as progress:
-            base = compare_experts(
-                str(checkpoint),
-                running.revision,
-                text["data"],
-                samples,
-                sequence_length,
-                experts,
-                progress,
-                running.device,
-                running.dtype,
-            )
-        written = write_base_page(base, output, figures, running.overwrite)
-        blocks = [*base_blocks(base), *written_line([output, *written])]
-        print_report(running.as_json, base, blocks)
-        return
-    with progress_bars(running.as_json or no_measure) as progress:
+        return _report_base(checkpoint, text["data"], running, flags, output)
+    figures = flags.figures
+    with progress_bars(running.as_json or flags.no_measure) as progress:
         data, written = compressor.write_report(
             checkpoint,
             output,
-            model=model,
             calibration=text.get("data"),
-            samples=samples,
-            sequence_length=sequence_length,
-            hubs=hubs,
-            gate=gate,
-            speed=speed,
-            run_models=not no_measure,
-            figures=figures,
+            run_models=not flags.no_measure,
             overwrite=running.overwrite,
             **running.reading(progress),
+            **flags.model_dump(exclude={"no_measure", "experts"}),
         )
     if running.as_json:
         typer.echo(data.to_json())
@@ -240,6 +211,58 @@ def report(
         typer.echo(sentence, err=True)
     line = f"Written to {output}" + (f", {len(written)} figures to {figures}" if figures else "")
     print_report(False, {}, [*([data.speed.table()] if data.speed else []), Text(line)])
+
+
+def _report_base(
+    checkpoint: Path, calibration: Sequence[str], running: Running, flags: ReportFlags, output: Path
+) -> None:
+    """Write the page of a model before compression."""
+    from compressor.report.base_report import (
+        FIGURE_NAMES,
+        base_blocks,
+        compare_experts,
+        write_base_page,
+    )
+    from compressor.report.page import check_report
+
+    check_report(output, flags.figures, running.overwrite, FIGURE_NAMES)
+    with lock_output(output), progress_bars(running.as_json) as progress:
+        base = compare_experts(
+            str(checkpoint),
+            calibration=calibration,
+            samples=flags.samples,
+            sequence_length=flags.sequence_length,
+            experts=flags.experts,
+            **running.reading(progress),
+        )
+    written = write_base_page(base, output, flags.figures, running.overwrite)
+    blocks = [*base_blocks(base), *written_line([output, *written])]
+    print_report(running.as_json, base, blocks)
+
+
+class PushFlags(Options):
+    """How an output is published."""
+
+    private: bool = False
+    """Make the repository private; never use a public one."""
+    revision: str | None = None
+    """Branch to push to; made if missing."""
+    create_pr: bool = False
+    """Open a pull request instead."""
+    message: str | None = None
+    """Message of the commit (default: how the model was made)."""
+    tag: str | None = None
+    """A tag for the commit."""
+    dry_run: bool = False
+    """Verify and list what would be sent; send nothing."""
+    card: Path | None = None
+    """New file for the model card, to read before it's sent."""
+    require_gate: Path | None = None
+    """Push only what passed this gate, and as it was then."""
+    base_model: str | None = None
+    """The base on the Hub, of a local base, for the card."""
+    yes: bool = False
+    """Publish what did not pass its gate, too, without being asked."""
 
 
 def push(
@@ -253,33 +276,11 @@ def push(
         ),
     ],
     running: Printing,
-    private: Annotated[bool, flag("Make the repository private; never use a public one.")] = False,
-    revision: Annotated[
-        str | None, flag("Branch to push to; made if missing.", metavar="BRANCH")
-    ] = None,
-    create_pr: Annotated[bool, flag("Open a pull request instead.")] = False,
-    message: Annotated[
-        str | None, flag("Message of the commit (default: how the model was made).")
-    ] = None,
-    tag: Annotated[str | None, flag("A tag for the commit.")] = None,
-    dry_run: Annotated[bool, flag("Verify and list what would be sent; send nothing.")] = False,
-    card: Annotated[
-        Path | None, flag("New file for the model card, to read before it's sent.")
-    ] = None,
-    require_gate: Annotated[
-        Path | None,
-        flag("Push only what passed this gate, and as it was then.", metavar="GATE.JSON"),
-    ] = None,
-    base_model: Annotated[
-        str | None, flag("The base on the Hub, of a local base, for the card.", metavar="ID")
-    ] = None,
-    yes: Annotated[
-        bool, flag("Publish what did not pass its gate, too, without being asked.")
-    ] = False,
+    flags: Annotated[PushFlags, options_of(PushFlags)],
 ) -> None:
     """Publish on the Hugging Face Hub: verified anew, with a model card, in one commit (log in: `hf
     auth login`)."""
-    for path in (checkpoint, require_gate):
+    for path in (checkpoint, flags.require_gate):
         refuse_no_file(path)
     if (checkpoint / GRAPH).is_file() or (checkpoint / "onnx" / GRAPH).is_file():
         require("onnx")
@@ -288,25 +289,13 @@ def push(
     from compressor.hub.push import gate_warning
     from compressor.hub.push import push as publish
 
-    if sys.stdin.isatty() and not (yes or dry_run or require_gate):
+    yes = flags.yes
+    if sys.stdin.isatty() and not (yes or flags.dry_run or flags.require_gate):
         warning = gate_warning(checkpoint)
         yes = warning is not None and typer.confirm(f"{warning} Publish it all the same?", err=True)
     show_hub_bars(running.as_json)
-    summary = publish(
-        checkpoint,
-        repo_id,
-        private=private,
-        revision=revision,
-        create_pr=create_pr,
-        message=message,
-        tag=tag,
-        dry_run=dry_run,
-        require_gate=require_gate,
-        base_model=base_model,
-        yes=yes,
-        card=card,
-    )
-    blocks = [*summary.blocks(), *written_line([card] if card else [])]
+    summary = publish(checkpoint, repo_id, **{**dict(flags), "yes": yes})
+    blocks = [*summary.blocks(), *written_line([flags.card] if flags.card else [])]
     print_report(running.as_json, summary.to_dict(), blocks)
 
 

@@ -9,7 +9,7 @@ import logging
 import random
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
@@ -28,7 +28,7 @@ from compressor.checkpoint.reader import Size
 from compressor.checkpoint.source import ModelSource
 from compressor.data.batches import Calibration, EvaluationSet
 from compressor.distributed import refuse_several
-from compressor.divergence.evaluator import FEWEST, Evaluator, Figures, accepts
+from compressor.divergence.evaluator import FEWEST, Evaluator, Figures, HeldoutProbe, accepts
 from compressor.entry_points import read_option
 from compressor.errors import CompressionError
 from compressor.files import default_folder
@@ -47,13 +47,14 @@ from compressor.recipe.plan import UNEVEN, ExpertPlan, LayerPlan
 from compressor.recipe.recipe import default_steps, make_step
 from compressor.recipe.registry import Strategy, load_strategy, working_strategies
 from compressor.recipe.step import TextOptions
-from compressor.report.comparison_report import Comparison, Row
+from compressor.report.comparison_report import Comparison, Row, Variant, row_of
 from compressor.report.grid import Grid
 from compressor.report.sizes import compare_sizes
 from compressor.run_record import versions
 from compressor.statistics.statistics import ATTRIBUTED, LayerStatistics
 from compressor.steps.constants.search import (
     EVEN,
+    ConstantsByLayer,
     choose_replaced,
     measure,
     refit,
@@ -155,6 +156,12 @@ def random_drop(seed: int) -> Strategy:
     return Strategy(RANDOM, plan, frozenset())
 
 
+def corrections_of(methods: Iterable[str]) -> tuple[Correct, ...]:
+    """Return corrections of these methods, each once."""
+    unique = dict.fromkeys(methods)
+    return tuple(validated(Correct, {"method": method}, "correct") for method in unique)
+
+
 def candidates_of(grid: Grid) -> list[Candidate]:
     """Return the strategies to compare, each once, and without formats random drops; no model is
     read.
@@ -176,11 +183,9 @@ def candidates_of(grid: Grid) -> list[Candidate]:
         prune = make_step("prune", {"balance": options.pop("balance", None)})
         assert isinstance(prune, Prune)
         strategy = load_strategy(name, options).balancing(prune.balance)
-        corrections = []
-        for method in dict.fromkeys(grid.corrections or ("none", strategy.correction)):
-            corrections.append(validated(Correct, {"method": method}, "correct"))
+        corrections = corrections_of(grid.corrections or ("none", strategy.correction))
         shown = " ".join([name, *(f"({setting})" for setting in settings)])
-        candidates.append(Candidate(shown, strategy, options, tuple(corrections)))
+        candidates.append(Candidate(shown, strategy, options, corrections))
     for seed in range(0 if grid.schemes else grid.random_seeds):
         drop = random_drop(seed)
         candidates.append(Candidate(f"random (seed {seed})", drop, {}, (UNCORRECTED,), seed))
@@ -189,13 +194,6 @@ def candidates_of(grid: Grid) -> list[Candidate]:
             "--strategies names one twice; name each once, or with other options"
         )
     return candidates
-
-
-def layer_error(layers: Iterable[LayerPlan]) -> float | None:
-    """Return the mean error over the layers that recorded one; None if no layer did."""
-    errors = [layer.figures["correction"].get("heldout_error") for layer in layers]
-    known = [error for error in errors if error is not None]
-    return fmean(known) if known else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,18 +211,16 @@ class _Bench:
     # by experts kept: stored, and idle parameters
     sizes: dict[int, tuple[Size, int]] = field(default_factory=dict)
 
-    def row(self, figures: Figures, experts: int, stored: Size | None = None, **facts: Any) -> Row:
-        """Return a model's row; its size is that of `stored` tensors, by default of those that stay
-        with so many experts."""
+    def variant(self, experts: int, stored: Size | None = None, **way: Any) -> Variant:
+        """Return a variant of this size; its tensors are `stored`, by default those that stay with
+        so many experts."""
         model = self.model
         if experts not in self.sizes:  # for which the smaller model is built
             self.sizes[experts] = output_size(model, experts), idle_parameters(model, experts)
         size, idle = self.sizes[experts]
         size = stored or size
         layer = model.architecture.layers[0]
-        return Row.of(
-            figures,
-            self.sets,
+        return Variant(
             experts=experts,
             experts_before=layer.experts,
             parameters=size.parameters,
@@ -232,84 +228,91 @@ class _Bench:
             split=layer.parts,
             top_k=model.top_k,
             active=None if model.layout.quantized else size.parameters - idle,
-            **facts,
+            **way,
         )
 
+    def carried_out(
+        self,
+        variant: Variant,
+        work: Callable[[HeldoutProbe], Iterable[LayerPlan]],
+        seconds: float,
+    ) -> tuple[Row, Figures]:
+        """Carry a variant out layer by layer without writing it, evaluating it on the way; returns
+        its row, and its figures on all sets. Deciding took so many `seconds`."""
+        begin = time.perf_counter()
+        with PeakMemory() as peak, self.evaluator.measuring(self.model.partial.model) as probe:
+            layers = work(probe)
+        if variant.correction != UNCORRECTED.method:
+            seconds += time.perf_counter() - begin
+        (figures,) = probe.figures
+        errors = [layer.figures["correction"].get("heldout_error") for layer in layers]
+        known = [error for error in errors if error is not None]
+        more = {"error": fmean(known) if known else None, "peak_memory": peak.anonymous}
+        return row_of(variant, figures, self.sets, seconds=seconds, **more), figures
+
     def rows(self, planned: Planned, candidate: Candidate) -> Iterator[Row]:
-        """Carry a plan out with each correction layer by layer without writing it, and evaluate the
-        result.
+        """Yield a plan's row with each correction.
 
         As in `compress`, a correction is undone that takes the whole model further away on what is
         held out."""
-        heldout = range(len(self.sets), len(self.evaluator.names))
-        plain, uncorrected = self._carried_out(planned, candidate, UNCORRECTED, None)
+        plan = planned.plan
+        plans = plan.by_module
+        heldout_sets = range(len(self.sets), len(self.evaluator.names))
+        # where nothing is fitted, errors are those of what is held out
+        batches = self.calibration.heldout_batches
+        everything = frozenset(range(len(batches)))
+        heldout = Calibration(batches, self.calibration.identity, heldout=everything)
+
+        def carried_out(correction: Correct, files: CutFiles | None) -> tuple[Row, Figures]:
+            variant = self.variant(
+                plan.experts,
+                name=candidate.name,
+                strategy=candidate.strategy.name,
+                correction=correction.method,
+                seed=candidate.seed,
+            )
+            work = LayerWork(
+                plan.experts,
+                lambda stats: plans[stats.layer.name],
+                correction=correction,
+                seed=self.seed,
+                measure=True,
+            )
+            text = self.calibration if correction.wanted else heldout
+            name = candidate.name + (f" + {correction.method}" if correction.wanted else "")
+            phase = f"{name}, {plan.experts}"
+
+            def compressed(probe: HeldoutProbe) -> tuple[LayerPlan, ...]:
+                return compress_sequentially(
+                    self.model, work, text, self.progress, files, probe, phase
+                )
+
+            return self.carried_out(variant, compressed, planned.seconds)
 
         @lru_cache
         def answers(files: CutFiles | None) -> tuple[ItemScores, ...]:
             if self.tasks is None:
                 return ()
-            return self.tasks.answer(self.model, planned.plan, files, self.progress)
+            return self.tasks.answer(self.model, plan, files, self.progress)
 
+        plain, uncorrected = carried_out(UNCORRECTED, None)
         for correction in candidate.corrections:
             if not correction.wanted:
                 yield replace(plain, answers=answers(None))
                 continue
             with tempfile.TemporaryDirectory() as folder:
                 files = None if self.tasks is None else CutFiles(Path(folder))
-                row, figures = self._carried_out(planned, candidate, correction, files)
-                if accepts(figures.of(heldout), uncorrected.of(heldout)):
+                row, figures = carried_out(correction, files)
+                if accepts(figures.of(heldout_sets), uncorrected.of(heldout_sets)):
                     row = replace(
                         plain,
-                        correction=correction.method,
+                        variant=row.variant,
                         undone=True,
                         seconds=row.seconds,
                         peak_memory=row.peak_memory,
                     )
                     files = None
                 yield replace(row, answers=answers(files))
-
-    def _carried_out(
-        self, planned: Planned, candidate: Candidate, correction: Correct, files: CutFiles | None
-    ) -> tuple[Row, Figures]:
-        begin = time.perf_counter()
-        plan = planned.plan
-        plans = {layer.module: layer for layer in plan.layers}
-        work = LayerWork(
-            plan.experts,
-            lambda stats: plans[stats.layer.name],
-            correction=correction,
-            seed=self.seed,
-            measure=True,
-        )
-        calibration = self.calibration
-        name = candidate.name
-        if correction.wanted:
-            name += f" + {correction.method}"
-        else:  # nothing is fitted, and errors are those of what is held out
-            batches = calibration.heldout_batches
-            everything = frozenset(range(len(batches)))
-            calibration = Calibration(batches, calibration.identity, heldout=everything)
-        phase = f"{name}, {plan.experts}"
-        with PeakMemory() as peak, self.evaluator.measuring(self.model.partial.model) as probe:
-            layers = compress_sequentially(
-                self.model, work, calibration, self.progress, files, probe, phase
-            )
-        (figures,) = probe.figures
-        seconds = planned.seconds
-        if correction.wanted:
-            seconds += time.perf_counter() - begin
-        row = self.row(
-            figures,
-            plan.experts,
-            name=candidate.name,
-            strategy=candidate.strategy.name,
-            correction=correction.method,
-            error=layer_error(layers),
-            seconds=seconds,
-            peak_memory=peak.anonymous,
-            seed=candidate.seed,
-        )
-        return row, figures
 
     def constants(
         self, counts: Sequence[int], protected: Protected, corrections: Sequence[Correct]
@@ -339,6 +342,7 @@ class _Bench:
             replaced, _ = choose_replaced(
                 model, measured, protected, removed, budget, heldout, self.progress
             )
+            seconds = shared + time.perf_counter() - begin
             constants = substitutes_of(replaced, measured)
             kept = Size.of(
                 model.checkpoint.tensors[name]
@@ -349,44 +353,30 @@ class _Bench:
             more = sum(substitutes.values.numel() for substitutes in constants.values())
             itemsize = model.partial.dtype.itemsize
             stored = Size(kept.parameters + more, kept.bytes + more * itemsize)
-            name = f"{CONSTANTS}, {budget}"
-            deciding = shared + time.perf_counter() - begin
+            way = {"name": f"{CONSTANTS}, {budget}", "strategy": CONSTANTS}
             for correction in corrections:
-                begin = time.perf_counter()
-                error = None
-                seconds = deciding
+                variant = self.variant(count, stored, **way, correction=correction.method)
+                if correction.wanted:
+                    yield self._refitted(variant, constants, correction, seconds)
+                    continue
                 with PeakMemory() as peak:
-                    if correction.wanted:
-                        with self.evaluator.measuring(model.partial.model) as probe:
-                            plans = refit(
-                                model,
-                                constants,
-                                calibration,
-                                self.progress,
-                                self.seed,
-                                correction,
-                                probe=probe,
-                            )
-                        (figures,) = probe.figures
-                        error = layer_error(plans.values())
-                        seconds += time.perf_counter() - begin
-                    else:
-                        variants = [Substitution(constants=constants)]
-                        phase = f"{name}, {count}"
-                        (figures,) = self.evaluator.measure(
-                            model, variants, progress=self.progress, phase=phase
-                        )
-                yield self.row(
-                    figures,
-                    count,
-                    stored,
-                    name=name,
-                    strategy=CONSTANTS,
-                    correction=correction.method,
-                    error=error,
-                    seconds=seconds,
-                    peak_memory=peak.anonymous,
-                )
+                    (figures,) = self.evaluator.measure(
+                        model,
+                        [Substitution(constants=constants)],
+                        progress=self.progress,
+                        phase=f"{way['name']}, {count}",
+                    )
+                cost = {"seconds": seconds, "peak_memory": peak.anonymous}
+                yield row_of(variant, figures, self.sets, **cost)
+
+    def _refitted(
+        self, variant: Variant, constants: ConstantsByLayer, correction: Correct, seconds: float
+    ) -> Row:
+        def refitted(probe: HeldoutProbe) -> Iterable[LayerPlan]:
+            arguments = (self.calibration, self.progress, self.seed, correction)
+            return refit(self.model, constants, *arguments, probe=probe).values()
+
+        return self.carried_out(variant, refitted, seconds)[0]
 
 
 def _counts(model: OpenModel, grid: Grid, protect: Any) -> list[int]:
@@ -457,9 +447,9 @@ def compare(
     with PeakMemory() as peak:
         (figures,) = evaluator.measure(base, progress=progress, phase="base")
     bench = _Bench(base, calibration, evaluator, sets, progress, seed, tasks)
-    unchanged: dict[str, Any] = {"error": 0.0, "seconds": 0.0, "answers": answers}
-    experts = base.architecture.experts
-    rows = [bench.row(figures, experts, peak_memory=peak.anonymous, **unchanged)]
+    cost = {"error": 0.0, "seconds": 0.0, "peak_memory": peak.anonymous}
+    variant = bench.variant(base.architecture.experts)
+    rows = [row_of(variant, figures, sets, **cost, answers=answers)]
     shared = 0.0
     protected: Protected = {}
     for view in views:
@@ -489,10 +479,7 @@ def compare(
             for planned, (_, candidate) in zip(plans, pairs, strict=True):
                 rows += bench.rows(planned, candidate)
             if grid.constants and model is base:
-                methods = grid.corrections or ("none",)
-                corrections = [
-                    validated(Correct, {"method": method}, "correct") for method in methods
-                ]
+                corrections = corrections_of(grid.corrections or ("none",))
                 rows += bench.constants(counts, protected, corrections)
     return Comparison(
         model=base.source.label,
@@ -516,7 +503,7 @@ def with_differences(rows: Sequence[Row]) -> tuple[Row, ...]:
     for row in smaller:
         equal = []
         for task in row.tasks:
-            peers = [peer for peer in smaller if peer.kept == row.kept]
+            peers = [peer for peer in smaller if peer.variant.kept == row.variant.kept]
             drops = [peer.tasks[task].drop for peer in peers]
             best = peers[drops.index(min(drops))]
             if paired(best, row)[task].lower <= 0:

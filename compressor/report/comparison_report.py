@@ -3,13 +3,13 @@ and best choice."""
 
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from compressor.answers.scores import ItemScores
 from compressor.data.batches import EvaluationSet
@@ -24,7 +24,7 @@ from compressor.formatting import counted, human_bytes, human_count, joined, rea
 from compressor.quality_gate.domains import several_domains
 from compressor.quality_gate.report import change, level
 from compressor.quality_gate.verdict import TaskGate
-from compressor.records import finite, plain_json, report_json
+from compressor.records import plain_json, report_json
 from compressor.report.grid import STORED
 
 if TYPE_CHECKING:
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
 
 NAMES = ("comparison.json", "comparison.md", "comparison.png")
-# columns, the least important first
-OPTIONAL = ("peak memory", "seconds", "flips", "parameters", "perplexity", "layer error")
-OPTIONAL_OF_FORMATS = (*OPTIONAL, "model", "loss", "bits")
 LEGEND = (
     "Loss and KL (of the base's next-token distribution to the model's) are in nats per token. "
     "Flips is the share of positions whose greedy token is not the base's. "
@@ -59,8 +56,7 @@ SOURCES_LEGEND = (
 )
 PLOTS = 2  # of tasks beside each other
 FRONTIER = "no model is smaller and better"
-BY_SOURCE = {"loss": "loss_by_source", "kl": "kl_by_source", "flips": "flips_by_source"}
-SOURCE_TITLES = {
+MEASURES = {
     "loss": "Loss by evaluation source: the base's, and its rise ± standard error; the largest "
     "rise first",
     "kl": "KL by evaluation source",
@@ -88,7 +84,6 @@ class Variant:
     bytes: int  # of all tensors
     # parameters that a token passes; None where stored elements are no parameters
     active: int | None = None
-    bits: float | None = None  # of all tensors for each parameter of the base
 
     @property
     def kept(self) -> float:
@@ -104,27 +99,39 @@ class Variant:
         return "as stored" if self.scheme == STORED else self.scheme
 
     @property
+    def experts_label(self) -> str:
+        """'6 of 8 experts', or '12 of 16 sub-experts'."""
+        kind = "sub-expert" if self.split > 1 else "expert"
+        return f"{self.experts} of {counted(self.experts_before or self.experts, kind)}"
+
+    @property
     def size_label(self) -> str:
         """'6 of 8 experts, int4', or '12 of 16 sub-experts, as stored'."""
-        experts = counted(
-            self.experts_before or self.experts, "sub-expert" if self.split > 1 else "expert"
-        )
-        return f"{self.experts} of {experts}, {self.format}"
+        return f"{self.experts_label}, {self.format}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(Variant):
+class Standing:
+    """How a row compares with the base and with all rows; errors are paired by sequence."""
+
+    loss_error: float | None = None  # standard error of the increase
+    kl_error: float | None = None
+    behind: float | None = None  # KL above that of the best row that is no larger
+    behind_error: float | None = None
+    frontier: bool = False  # no row is smaller and better
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
     """A variant with its measurements. Losses are in nats per evaluated token, on text that no part
     of a plan saw."""
 
+    variant: Variant
     loss: float
-    perplexity: float
     kl: float  # of the base's next-token distribution to this model's, nats per token
     flips: float  # share of the positions at which the greedy token is not the base's
-    loss_by_source: Mapping[str, float] = field(default_factory=dict)
-    kl_by_source: Mapping[str, float] = field(default_factory=dict)
-    flips_by_source: Mapping[str, float] = field(default_factory=dict)
-    # of differences from the base
+    # loss, KL and flips by evaluation source, and standard errors of differences from the base
+    by_source: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     errors_by_source: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     degraded: tuple[str, ...] = ()  # sources that lose far more than the others
     # mean over layers of ||y - y'||^2 / ||y||^2 on held-out calibration tokens
@@ -140,61 +147,60 @@ class Row(Variant):
     tasks: Mapping[str, TaskGate] = field(default_factory=dict)
     # tasks on which the items can't tell it from the best of its size
     equal_to_best: tuple[str, ...] = ()
-    # of a comparison with number formats; standard errors are paired by sequence
+    # of a comparison with number formats
     loss_by_sequence: tuple[float, ...] = ()
     kl_by_sequence: tuple[float, ...] = ()
-    loss_error: float | None = None  # standard error of the increase
-    kl_error: float | None = None
-    behind: float | None = None  # KL above that of the best row that is no larger
-    behind_error: float | None = None
-    frontier: bool = False  # no row is smaller and better
-
-    @classmethod
-    def of(cls, figures: Figures, sets: Sequence[EvaluationSet], **facts: Any) -> Self:
-        """Return the row of a variant from its facts and its figures, of which those of `sets`, the
-        first evaluation sets, are shown."""
-        means = figures.of(range(len(sets))).means
-        facts["degraded"] = ()
-        facts["errors_by_source"] = {}
-        domains = several_domains(figures, {number: part.name for number, part in enumerate(sets)})
-        if domains is not None:
-            facts["degraded"] = tuple(domain.domain for domain in domains.degraded)
-        for figure, field_name in BY_SOURCE.items():
-            facts[field_name] = {}
-            for number, part in enumerate(sets):
-                facts[field_name][part.name] = max(figures.of({number}).means[figure], 0.0)
-            if domains is not None:
-                facts["errors_by_source"][figure] = {
-                    domain.domain: getattr(domain, figure).standard_error
-                    for domain in domains.domains
-                }
-        return cls(
-            loss=means["loss"],
-            perplexity=math.exp(means["loss"]) if means["loss"] < 700 else math.inf,
-            kl=max(0.0, means["kl"]),
-            flips=means["flips"],
-            **facts,
-        )
+    standing: Standing = Standing()
 
     def kl_from(self, other: "Row") -> Difference:
         """Return the change of the KL from another row to this one, paired by sequence."""
         return Difference.of(other.kl_by_sequence, self.kl_by_sequence)
 
 
+Group: TypeAlias = Sequence[Row]  # one row, or several random drops that are shown as one
 # by name: where a line begins, then its rows by falling bytes
-Lines = Mapping[str, Sequence[Sequence[Row]]]
+Lines: TypeAlias = Mapping[str, Sequence[Group]]
+
+
+def row_of(variant: Variant, figures: Figures, sets: Sequence[EvaluationSet], **more: Any) -> Row:
+    """Return a variant's row by its figures, of which those of `sets`, the first evaluation sets,
+    are shown."""
+    means: dict[str, Any] = figures.of(range(len(sets))).means
+    by_source: dict[str, dict[str, float]] = {measure: {} for measure in MEASURES}
+    for number, part in enumerate(sets):
+        for measure, mean in figures.of({number}).means.items():
+            by_source[measure][part.name] = max(mean, 0.0)
+    domains = several_domains(figures, {number: part.name for number, part in enumerate(sets)})
+    errors = dict[str, dict[str, float]]()
+    degraded = list[str]()
+    if domains is not None:
+        degraded = [domain.domain for domain in domains.degraded]
+        for measure in MEASURES:
+            errors[measure] = {}
+            for domain in domains.domains:
+                errors[measure][domain.domain] = getattr(domain, measure).standard_error
+    means["kl"] = max(0.0, means["kl"])
+    return Row(
+        variant=variant,
+        by_source=by_source,
+        errors_by_source=errors,
+        degraded=tuple(degraded),
+        **means,
+        **more,
+    )
 
 
 def label(row: Row, name: str | None = None) -> str:
     """Return a row's name, or another one, with what else was done: 'reap, 2 parts, top 3 +
     ridge'."""
-    text = name or row.name
-    if row.split > 1:
-        text += f", {row.split} parts"
-    if row.top_k is not None:
-        text += f", top {row.top_k}"
-    if row.correction != "none":
-        text += f" + {row.correction}"
+    variant = row.variant
+    text = name or variant.name
+    if variant.split > 1:
+        text += f", {variant.split} parts"
+    if variant.top_k is not None:
+        text += f", top {variant.top_k}"
+    if variant.correction != "none":
+        text += f" + {variant.correction}"
     return f"{text} (undone)" if row.undone else text
 
 
@@ -204,29 +210,28 @@ def sort_key(loss: float) -> float:
 
 
 def related(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Return the base, then the others by falling bytes, with errors over the base and the
-    frontier.
+    """Return the base, then the others by falling bytes, each with its standing.
 
     Every row needs its losses and KL by sequence.
     """
-    best = None
+    order = sorted(rows, key=lambda row: (row.variant.bytes, sort_key(row.kl)))
+    base = rows[0]
+    best = order[0]
     results = list[Row]()
-    for row in sorted(rows, key=lambda row: (row.bytes, sort_key(row.kl))):
-        is_best = best is None or sort_key(row.kl) < sort_key(best.kl)
-        best = row if best is None or is_best else best
+    for row in order:
+        if sort_key(row.kl) < sort_key(best.kl):
+            best = row
         behind = row.kl_from(best)
-        compared = replace(
-            row,
-            loss_error=Difference.of(rows[0].loss_by_sequence, row.loss_by_sequence).standard_error,
-            kl_error=row.kl_from(rows[0]).standard_error,
+        standing = Standing(
+            loss_error=Difference.of(base.loss_by_sequence, row.loss_by_sequence).standard_error,
+            kl_error=row.kl_from(base).standard_error,
             behind=-behind.gain,
             behind_error=behind.standard_error,
-            frontier=is_best,
+            frontier=row is best,
         )
-        results.insert(0, compared)
-        if row is rows[0]:
-            base = compared
-    return base, *(row for row in results if row is not base)
+        results.append(replace(row, standing=standing))
+    first = results.pop(order.index(base))
+    return first, *reversed(results)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,8 +265,8 @@ class Comparison:
     def fitting(self) -> list[Row]:
         """Rows within the limit, the least KL first."""
         limit = math.inf if self.limit is None else self.limit
-        rows = [row for row in self.rows if row.bytes + self.cache <= limit]
-        return sorted(rows, key=lambda row: (sort_key(row.kl), row.bytes))
+        rows = [row for row in self.rows if row.variant.bytes + self.cache <= limit]
+        return sorted(rows, key=lambda row: (sort_key(row.kl), row.variant.bytes))
 
     @property
     def alike(self) -> list[Row]:
@@ -278,42 +283,59 @@ class Comparison:
         """Return a row's loss above the base's."""
         return row.loss - self.base.loss
 
-    def rises(self, row: Row) -> dict[str, float]:
-        """Return by how much a row's loss is above the base's on each evaluation source."""
-        base = self.base.loss_by_source
-        return {
-            source: sort_key(loss - base[source]) for source, loss in row.loss_by_source.items()
-        }
+    def bits(self, row: Row) -> float | None:
+        """Return the bits of all tensors for each parameter of the base."""
+        return None if self.parameters is None else 8 * row.variant.bytes / self.parameters
 
     def name_of(self, row: Row) -> str:
         """Return a row's share and format, with its strategy where there are several."""
-        several = len({label(other) for other in self.rows if other.name != self.base.name}) > 1
-        return f"{row.size_label}, {label(row)}" if several else row.size_label
+        smaller = {label(other) for other in self.rows if other.variant.name != "base"}
+        size = row.variant.size_label
+        return f"{size}, {label(row)}" if len(smaller) > 1 else size
+
+    def facts(self, row: Row) -> dict[str, Any]:
+        """Return all that is known of a row, by the keys of the JSON."""
+        facts = {**vars(row.variant), **vars(row), **vars(row.standing)}
+        for part in ("variant", "by_source", "standing"):
+            del facts[part]
+        for measure in MEASURES:
+            facts[f"{measure}_by_source"] = row.by_source.get(measure, {})
+        return {
+            **facts,
+            "perplexity": math.exp(row.loss) if row.loss < 700 else math.inf,
+            # in the order of `items`
+            "answers": {task.task: task.values for task in row.answers},
+            "label": self.name_of(row) if self.formats else label(row),
+            "loss_increase": self.increase(row),
+            "bits": self.bits(row),
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types without folders; None for a number that JSON cannot write."""
-        calibration = without_folders(self.calibration) if self.calibration else {}
-        calibrated = replace(self, calibration=calibration)
-        content: dict[str, Any] = plain_json(calibrated, named=False)
-        content["items"] = {}
+        items = {}
         for task in self.base.answers:
-            content["items"][task.task] = [item.id for item in task.items]
-        for entry, row in zip(content["rows"], self.rows, strict=True):
-            # in the order of `items`
-            entry["answers"] = {task.task: list(task.values) for task in row.answers}
-            entry["label"] = self.name_of(row) if self.formats else label(row)
-            entry["loss_increase"] = finite(self.increase(row))
-        has_best = self.limit is not None and bool(self.fitting)
-        content["best"] = self.name_of(self.fitting[0]) if has_best else None
-        content["alike"] = [self.name_of(row) for row in self.alike] if has_best else []
-        return content
+            items[task.task] = [item.id for item in task.items]
+        best = self.fitting[:1] if self.limit is not None else []
+        content = {
+            **vars(self),
+            "rows": [self.facts(row) for row in self.rows],
+            "calibration": self._calibration,
+            "items": items,
+            "best": self.name_of(best[0]) if best else None,
+            "alike": [self.name_of(row) for row in self.alike] if best else [],
+        }
+        plain: dict[str, Any] = plain_json(content, named=False)
+        return plain
+
+    @property
+    def _calibration(self) -> Mapping[str, Any]:
+        return without_folders(self.calibration) if self.calibration else {}
 
     def data_line(self) -> Text:
         """Return the texts of calibration and evaluation in a sentence."""
-        calibration = without_folders(self.calibration) if self.calibration else {}
-        sources = calibration.get("sources") or ([calibration] if calibration else [])
+        calibration = self._calibration
         read = []
-        for part in sources:
+        for part in calibration.get("sources") or ([calibration] if calibration else []):
             tokens = part.get("tokens")
             read.append(part["source"] + (f" ({tokens:,} tokens)" if tokens is not None else ""))
         evaluated = [f"{name} ({tokens:,} tokens)" for name, tokens in self.evaluation.items()]
@@ -326,20 +348,18 @@ class Comparison:
         """Return all of it, with the figure."""
         blocks: list[Block] = [Heading(f"{self.model}: comparison", level=1), self.data_line()]
         if self.protected:
-            layers = [
-                f"{name}: {', '.join(map(str, experts))}"
-                for name, experts in self.protected.items()
-            ]
-            blocks.append(
-                Text(f"Protected experts, in no row merged or dropped: {'; '.join(layers)}.")
-            )
-        blocks += _tables(self, self.rows[1:])
+            layers = []
+            for name, experts in self.protected.items():
+                layers.append(f"{name}: {', '.join(map(str, experts))}")
+            sentence = f"Protected experts, in no row merged or dropped: {'; '.join(layers)}."
+            blocks.append(Text(sentence))
+        blocks += tables(self, [[row] for row in self.rows[1:]])
         blocks += map(Text, sentences(self))
-        legend = LEGEND + FORMATS_LEGEND
+        legend = FORMATS_LEGEND
         if not self.formats:
             bold = "Bold: the least loss among models of its size; "
-            legend = LEGEND + STRATEGIES_LEGEND + (TASKS_LEGEND if self.base.tasks else bold)
-        blocks.append(Text(legend + SOURCES_LEGEND))
+            legend = STRATEGIES_LEGEND + (TASKS_LEGEND if self.base.tasks else bold)
+        blocks.append(Text(LEGEND + legend + SOURCES_LEGEND))
         blocks.append(comparison_figure(self))
         made_with = [f"{name} {version}" for name, version in self.versions.items()]
         blocks.append(Text(f"Made with {', '.join(made_with)}."))
@@ -349,33 +369,202 @@ class Comparison:
         """Return the blocks that a terminal shows; random drops share a line."""
         groups = dict[Any, list[Row]]()
         for number, row in enumerate(self.rows[1:]):
-            key = (label(row, "random"), row.experts) if row.is_random else number
+            variant = row.variant
+            key = (label(row, "random"), variant.experts) if variant.is_random else number
             groups.setdefault(key, []).append(row)
-        rows = []
-        for first, *others in groups.values():
-            if not others:
-                rows.append(first)
-                continue
-            # the means of random drops, and the highest peak
-            drops = [first, *others]
-            losses = [drop.loss for drop in drops]
-            figures: dict[str, Any] = {
-                "name": f"random ({len(drops)} seeds), loss {min(losses):.4f}..{max(losses):.4f}",
-                "peak_memory": max(drop.peak_memory or 0 for drop in drops),
-                "errors_by_source": {},
-                "tasks": {task: _range(task, drops) for task in first.tasks},
-            }
-            for name in ("loss", "perplexity", "kl", "flips", "error", "seconds"):
-                figures[name] = fmean(getattr(drop, name) or 0.0 for drop in drops)
-            for name in ("degraded", "equal_to_best"):
-                shared = set.intersection(*(set(getattr(drop, name)) for drop in drops))
-                figures[name] = tuple(shared)
-            for name in BY_SOURCE.values():
-                figures[name] = {}
-                for source in getattr(first, name):
-                    figures[name][source] = fmean(getattr(drop, name)[source] for drop in drops)
-            rows.append(replace(first, **figures))
-        return [*_tables(self, rows), self.data_line(), *map(Text, sentences(self))]
+        shown = tables(self, [*groups.values()])
+        return [*shown, self.data_line(), *map(Text, sentences(self))]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the table: its title, and the cell of one row, or of several random drops."""
+
+    title: str
+    cell: Callable[[Group], Words]
+    shown: bool = True  # in this comparison
+
+
+def columns_of(comparison: Comparison) -> list[Column]:
+    """Return the columns of a comparison's table, from left to right."""
+    base = comparison.base
+    has_formats = bool(comparison.formats)
+
+    def model(group: Group) -> Words:
+        losses = [row.loss for row in group]
+        seeds = f"random ({len(group)} seeds), loss {min(losses):.4f}..{max(losses):.4f}"
+        return label(group[0], seeds if len(group) > 1 else None)
+
+    def experts(group: Group) -> Words:
+        variant = group[0].variant
+        of_base = variant.experts_label.removesuffix(" experts")
+        return of_base if has_formats else str(variant.experts)
+
+    def score(task_name: str, group: Group) -> Words:
+        """'0.7100 -0.0200 [-0.0310, -0.0120]': a score, its difference to the base's and bounds."""
+        task = _range(task_name, group)
+        text = level(task.compressed)
+        if group[0] is not base:
+            sign = 1 if task.kind == "likelihood" else -1
+            ends = sorted((sign * task.lower, sign * task.upper))
+            bounds = ", ".join(change(bound, task.kind) for bound in ends)
+            text += f" {change(sign * task.drop, task.kind)} [{bounds}]"
+        is_best = all(task_name in row.equal_to_best for row in group)
+        return Strong(text) if is_best else text
+
+    def worst_source(group: Group) -> Words:
+        rises = _rises(comparison, group)
+        if not rises or group[0] is base:
+            return "-"
+        worst = max(rises, key=lambda source: rises[source])
+        return f"{worst} {rises[worst]:+.4f}"
+
+    def number(
+        key: str,
+        form: Callable[[Any], str] = "{:.4f}".format,
+        error: str = "",
+        merge: Callable[[list[Any]], Any] = fmean,
+        blank: Callable[[Row], bool] = lambda row: False,
+    ) -> Callable[[Group], Words]:
+        """Return the cells of a fact, by default its mean over random drops; a single row's have
+        their standard error."""
+
+        def cell(group: Group) -> Words:
+            facts = [comparison.facts(row) for row in group]
+            values = [known[key] for known in facts]
+            if None in values or blank(group[0]):
+                return "-"
+            return _with_error(form(merge(values)), facts[0][error] if error else None)
+
+        return cell
+
+    # where rows differ in top-k, and it is known what that comes to in parameters
+    variants = [row.variant for row in comparison.rows]
+    differ = any(variant.top_k is not None for variant in variants)
+    has_active = differ and all(variant.active is not None for variant in variants)
+
+    def with_context(nbytes: int) -> str:
+        return human_bytes(nbytes + comparison.cache)
+
+    columns = [
+        Column("model", model),
+        Column("experts", experts),
+        *(Column(task, partial(score, task)) for task in base.tasks),
+        Column("format", lambda group: group[0].variant.format, has_formats),
+        Column("bytes", number("bytes", human_bytes), has_formats),
+        Column("with context", number("bytes", with_context), has_formats and comparison.cache > 0),
+        Column("bits", number("bits", "{:.2f}".format), has_formats),
+        Column("parameters", number("parameters", human_count)),
+        Column("active", number("active", human_count), has_active),
+        Column("loss", number("loss")),
+        Column(
+            "increase",
+            number("loss_increase", "{:+.4f}".format, "loss_error", blank=lambda row: row is base),
+        ),
+        Column("worst source", worst_source, len(comparison.evaluation) > 1),
+        Column("perplexity", number("perplexity", "{:.4g}".format)),
+        Column("KL", number("kl", error="kl_error")),
+        Column("flips", number("flips")),
+        Column(
+            "behind",
+            number("behind", error="behind_error", blank=lambda row: row.standing.frontier),
+            has_formats,
+        ),
+        Column("layer error", number("error"), not has_formats),
+        Column("seconds", number("seconds", "{:.1f}".format), not has_formats),
+        Column("peak memory", number("peak_memory", human_bytes, merge=max), not has_formats),
+    ]
+    return [column for column in columns if column.shown]
+
+
+def tables(comparison: Comparison, smaller: Sequence[Group]) -> list[Table]:
+    """Return the base, then each size's models, the best in bold; of several sources, their figures
+    as well."""
+    base = comparison.base
+    caption = f"{comparison.model}: loss, its increase and KL in nats per token"
+    # columns, the least important first
+    optional = ["peak memory", "seconds", "flips", "parameters", "perplexity", "layer error"]
+    groups = [[base], *smaller]
+    ruled = set[int]()
+    if comparison.formats:  # sorted by bytes
+        optional += ["model", "loss", "bits"]
+        bold = {place for place, group in enumerate(groups) if group[0].standing.frontier}
+    else:
+        groups[1:] = sorted(smaller, key=rank)
+        sizes = [group[0].variant.kept for group in groups]
+        ruled = {place for place, (size, after) in enumerate(pairwise(sizes)) if size != after}
+        ruled.add(0)
+        bold = {place + 1 for place in ruled}
+    if base.tasks:
+        bold = set()
+        caption += "; scores of tasks, their difference to the base's and its bounds"
+        optional += ["increase", "KL", "loss"]
+    columns = columns_of(comparison)
+    titles = [column.title for column in columns]
+    lines = list[Sequence[Words]]()
+    for place, group in enumerate(groups):
+        line = [column.cell(group) for column in columns]
+        lines.append([*map(Strong, line)] if place in bold else line)
+    shown = [Table(caption, titles, lines, {"format"}, optional, ruled)]
+    if len(comparison.evaluation) < 2:
+        return shown
+    totals = dict.fromkeys(comparison.evaluation, 0.0)
+    for row in comparison.rows:
+        for source, rise in _rises(comparison, [row]).items():
+            totals[source] += rise
+    sources = sorted(totals, key=lambda source: -totals[source])
+    names = [column for column in columns if column.title in ("model", "experts", "format")]
+    for measure, title in MEASURES.items():
+        lines = []
+        for group in groups:
+            line = [column.cell(group) for column in names]
+            for source in sources:
+                text = _source_cell(comparison, group, measure, source)
+                is_degraded = all(source in row.degraded for row in group)
+                line.append(Strong(text) if is_degraded else text)
+            lines.append(line)
+        titles = [column.title for column in names] + sources
+        shown.append(Table(title, titles, lines, ruled=ruled))
+    return shown
+
+
+def _source_cell(comparison: Comparison, group: Group, measure: str, source: str) -> str:
+    """Return a figure on a source of text: of the base its own, of others the rise of the loss, or
+    the distance from the base."""
+    figure = _means(group, measure).get(source)
+    if figure is None:
+        return "-"
+    base = comparison.base
+    if group[0] is base:
+        return f"{figure:.4f}"
+    error = group[0].errors_by_source.get(measure, {}).get(source) if len(group) == 1 else None
+    if measure == "loss":
+        return _with_error(f"{figure - base.by_source[measure][source]:+.4f}", error)
+    return _with_error(f"{figure:.4f}", error)
+
+
+def _means(group: Group, measure: str) -> dict[str, float]:
+    """Return the means of a measure over the rows, by source."""
+    means = {}
+    for source in group[0].by_source.get(measure, {}):
+        means[source] = fmean(row.by_source[measure][source] for row in group)
+    return means
+
+
+def _rises(comparison: Comparison, group: Group) -> dict[str, float]:
+    """Return by how much the loss is above the base's on each evaluation source."""
+    base = comparison.base.by_source.get("loss", {})
+    means = _means(group, "loss")
+    return {source: sort_key(loss - base[source]) for source, loss in means.items()}
+
+
+def _with_error(text: str, error: float | None) -> str:
+    return text if error is None else f"{text} ± {error:.4f}"
+
+
+def rank(group: Group) -> tuple[float, float]:
+    """Sort many experts first, and the least loss first among equally many."""
+    return -group[0].variant.kept, sort_key(fmean(row.loss for row in group))
 
 
 def sentences(comparison: Comparison) -> list[str]:
@@ -389,11 +578,12 @@ def sentences(comparison: Comparison) -> list[str]:
         "other group sizes",
         "fewer bits for attention",
     ]
-    smaller = [row for row in comparison.rows if row.name != comparison.base.name]
-    strategies = dict.fromkeys(row.name for row in smaller)
+    smaller = [row.variant for row in comparison.rows if row.variant.name != "base"]
+    strategies = dict.fromkeys(variant.name for variant in smaller)
     if strategies:
         untried.append(f"strategies other than {', '.join(strategies)}")
-    corrections = dict.fromkeys(row.correction for row in smaller if row.correction != "none")
+    corrections = dict.fromkeys(variant.correction for variant in smaller)
+    corrections.pop("none", None)
     if corrections:
         untried.append(f"corrections other than {', '.join(corrections)}")
     return [
@@ -416,39 +606,34 @@ def choice(comparison: Comparison) -> list[str]:
     fitting = comparison.fitting
     name_of = comparison.name_of
     if not fitting:
-        least = min(comparison.rows, key=lambda row: row.bytes)
-        return [
-            f"Nothing fits in {limit}: the smallest is {name_of(least)}, with "
-            f"{human_bytes(least.bytes)}."
-        ]
+        least = min(comparison.rows, key=lambda row: row.variant.bytes)
+        size = human_bytes(least.variant.bytes)
+        return [f"Nothing fits in {limit}: the smallest is {name_of(least)}, with {size}."]
     best = fitting[0]
-    increase = _with_error(comparison.increase(best), best.loss_error, "+")
-    figures = f"KL {_with_error(best.kl, best.kl_error)}, loss {increase} nats per token"
-    size = f"{human_bytes(best.bytes)}, {best.bits:.3g} bits a weight"
-    first = f"Best of {len(fitting)} that fit in {limit}: {name_of(best)} ({size}; {figures})."
+    increase = _with_error(f"{comparison.increase(best):+.4f}", best.standing.loss_error)
+    kl = _with_error(f"{best.kl:.4f}", best.standing.kl_error)
+    size = f"{human_bytes(best.variant.bytes)}, {comparison.bits(best):.3g} bits a weight"
+    first = (
+        f"Best of {len(fitting)} that fit in {limit}: {name_of(best)} ({size}; KL {kl}, loss "
+        f"{increase} nats per token)."
+    )
     sequences = f"On {counted(len(best.kl_by_sequence), 'held-out sequence')}"
-    if comparison.alike:
-        names = joined([f"{name_of(row)} ({human_bytes(row.bytes)})" for row in comparison.alike])
-        return [first, f"{sequences} it cannot be told apart from {names}."]
+    alike = []
+    for row in comparison.alike:
+        alike.append(f"{name_of(row)} ({human_bytes(row.variant.bytes)})")
+    if alike:
+        return [first, f"{sequences} it cannot be told apart from {joined(alike)}."]
     if len(fitting) == 1:
         return [first]
     ahead = best.kl_from(fitting[1])
-    gap = (
-        f"{_with_error(ahead.gain, ahead.standard_error)} below that of the next, "
-        f"{name_of(fitting[1])}"
-    )
-    return [first, f"{sequences} its KL is {gap}."]
+    gap = _with_error(f"{ahead.gain:.4f}", ahead.standard_error)
+    return [first, f"{sequences} its KL is {gap} below that of the next, {name_of(fitting[1])}."]
 
 
-def _with_error(value: float, error: float | None, sign: str = "") -> str:
-    text = f"{value:{sign}.4f}"
-    return text if error is None else f"{text} ± {error:.4f}"
-
-
-def _range(task: str, rows: Sequence[Row]) -> TaskGate:
+def _range(task: str, group: Group) -> TaskGate:
     """Return a task's mean score and drop in several rows, with the range in place of bounds; of
     one row its own."""
-    gates = [row.tasks[task] for row in rows]
+    gates = [row.tasks[task] for row in group]
     if len(gates) == 1:
         return gates[0]
     drops = [gate.drop for gate in gates]
@@ -471,121 +656,39 @@ def write_reports(comparison: Comparison, folder: Path, overwrite: bool = False)
     return write_files(folder, contents, NAMES, overwrite)
 
 
-def ranked(rows: Iterable[Row]) -> list[Row]:
-    """Sort rows: many experts first, and the least loss first among equally many."""
-    return sorted(rows, key=lambda row: (-row.kept, sort_key(row.loss)))
+def lines_of(comparison: Comparison) -> dict[str, list[list[Row]]]:
+    """Return the lines of a plot by name, each from the base on by falling bytes, random drops
+    together.
 
-
-def _tables(comparison: Comparison, rows: Sequence[Row]) -> list[Table]:
-    """Return the base, then each size's models, the best in bold; of several sources, their figures
-    as well."""
+    Formats of all experts are one line, and each format of a strategy is one, which begins at all
+    experts in that format."""
     base = comparison.base
-    caption = f"{comparison.model}: loss, its increase and KL in nats per token"
-    optional: tuple[str, ...] = OPTIONAL
-    ruled = set[int]()
-    if comparison.formats:  # sorted by bytes
-        optional = OPTIONAL_OF_FORMATS
-        shown = [base, *rows]
-        bold = {number for number, row in enumerate(shown) if row.frontier}
-    else:
-        shown = [base, *ranked(rows)]
-        for number, (row, following) in enumerate(pairwise(shown)):
-            if row.kept != following.kept:
-                ruled.add(number)
-        ruled.add(0)
-        bold = {number + 1 for number in ruled}
-    if base.tasks:
-        bold = set()
-        caption += "; scores of tasks, their difference to the base's and its bounds"
-        optional = (*OPTIONAL, "increase", "KL", "loss")
-    cells = [_cells(comparison, row) for row in shown]
-    lines = list[Sequence[Words]]()
-    for number, row_cells in enumerate(cells):
-        line = [*row_cells.values()]
-        lines.append([*map(Strong, line)] if number in bold else line)
-    tables = [Table(caption, tuple(cells[0]), lines, {"format"}, optional, ruled)]
-    if len(comparison.evaluation) < 2:
-        return tables
-    totals = dict.fromkeys(comparison.evaluation, 0.0)
+    by_bytes = dict[str, dict[int, list[Row]]]()
+    uncut = {}
     for row in comparison.rows:
-        for source, rise in comparison.rises(row).items():
-            totals[source] += rise
-    sources = sorted(totals, key=lambda source: -totals[source])
-    columns = [name for name in ("model", "experts", "format") if name in cells[0]]
-    for measure, title in SOURCE_TITLES.items():
-        lines = []
-        for row, row_cells in zip(shown, cells, strict=True):
-            figures = getattr(row, BY_SOURCE[measure])
-            line = [row_cells[name] for name in columns]
-            for source in sources:
-                figure = figures.get(source)
-                error = row.errors_by_source.get(measure, {}).get(source)
-                if figure is None:
-                    text = "-"
-                elif row is base:
-                    text = f"{figure:.4f}"
-                elif measure == "loss":
-                    text = _with_error(figure - base.loss_by_source[source], error, "+")
-                else:
-                    text = _with_error(figure, error)
-                line.append(Strong(text) if source in row.degraded else text)
-            lines.append(line)
-        tables.append(Table(title, (*columns, *sources), lines, ruled=ruled))
-    return tables
+        if row.variant.strategy == base.variant.strategy:
+            uncut[row.variant.scheme] = row
+    rows = list(comparison.rows[1:])
+    if not comparison.formats:
+        rows.sort(key=lambda row: rank([row]))
+    for row in rows:
+        variant = row.variant
+        start = base
+        if variant.strategy == base.variant.strategy:
+            name = "formats alone"
+        else:
+            start = uncut.get(variant.scheme, base)
+            name = label(row, "random" if variant.is_random else None)
+            if variant.scheme != STORED:
+                name += f", {variant.scheme}"
+        by_bytes.setdefault(name, {0: [start]}).setdefault(variant.bytes, []).append(row)
+    return {name: list(line.values()) for name, line in by_bytes.items()}
 
 
-def _cells(comparison: Comparison, row: Row) -> dict[str, Words]:
-    """Return a row's cells by column."""
-    is_base = row is comparison.base
-    cells: dict[str, Words] = {"model": label(row), "experts": str(row.experts)}
-    for name, task in row.tasks.items():
-        # a score, its difference to the base's and the bounds: '0.7100 -0.0200 [-0.0310, -0.0120]'
-        text = level(task.compressed)
-        if not is_base:
-            sign = 1 if task.kind == "likelihood" else -1
-            bounds = [
-                change(bound, task.kind) for bound in sorted((sign * task.lower, sign * task.upper))
-            ]
-            text += f" {change(sign * task.drop, task.kind)} [{', '.join(bounds)}]"
-        cells[name] = Strong(text) if name in row.equal_to_best else text
-    if comparison.formats:
-        cells["experts"] = row.size_label.partition(",")[0].removesuffix(" experts")
-        cells["format"] = row.format
-        cells["bytes"] = human_bytes(row.bytes)
-        if comparison.cache:
-            cells["with context"] = human_bytes(row.bytes + comparison.cache)
-        cells["bits"] = f"{row.bits:.2f}"
-    cells["parameters"] = human_count(row.parameters)
-    # where rows differ in top-k, and it is known what that comes to in parameters
-    if any(other.top_k is not None for other in comparison.rows) and all(
-        other.active is not None for other in comparison.rows
-    ):
-        cells["active"] = human_count(row.active or 0)
-    cells["loss"] = f"{row.loss:.4f}"
-    increase = _with_error(comparison.increase(row), row.loss_error, "+")
-    cells["increase"] = "-" if is_base else increase
-    if len(comparison.evaluation) > 1:
-        cells["worst source"] = "-"
-        rises = comparison.rises(row)
-        if rises and not is_base:
-            worst = max(rises, key=lambda source: rises[source])
-            cells["worst source"] = f"{worst} {rises[worst]:+.4f}"
-    cells["perplexity"] = f"{row.perplexity:.4g}"
-    cells["KL"] = _with_error(row.kl, row.kl_error)
-    cells["flips"] = f"{row.flips:.4f}"
-    if comparison.formats:
-        cells["behind"] = "-" if row.frontier else _with_error(row.behind or 0.0, row.behind_error)
-    else:
-        cells["layer error"] = "-" if row.error is None else f"{row.error:.4f}"
-        cells["seconds"] = f"{row.seconds or 0.0:.1f}"
-        cells["peak memory"] = human_bytes(row.peak_memory or 0)
-    return cells
-
-
-def _legend_label(name: str, line: Sequence[Sequence[Row]]) -> str:
+def _legend_label(name: str, line: Sequence[Group]) -> str:
     """Return a line's name on several short lines; of random drops with how many they are."""
     drops = max(map(len, line))
-    if line[-1][0].is_random:
+    if line[-1][0].variant.is_random:
         name += f" (mean and range of {drops})" if drops > 1 else " (one drop)"
     return textwrap.fill(readable(name), 44)
 
@@ -597,40 +700,30 @@ def comparison_figure(comparison: Comparison) -> Figure:
     Rings mark the frontier, and a dashed line the limit of bytes.
     """
     base = comparison.base
-    # by name and falling bytes, random drops together: formats of all experts are one line, and
-    # each format of a strategy is one, which begins at all experts in that format
-    by_bytes = dict[str, dict[int, list[Row]]]()
-    uncut = {row.scheme: row for row in comparison.rows if row.strategy == base.strategy}
-    rows = comparison.rows[1:]
-    for row in rows if comparison.formats else ranked(rows):
-        start = base
-        if row.strategy == base.strategy:
-            name = "formats alone"
-        else:
-            start = uncut.get(row.scheme, base)
-            name = label(row, "random" if row.is_random else None)
-            if row.scheme != STORED:
-                name += f", {row.scheme}"
-        by_bytes.setdefault(name, {0: [start]}).setdefault(row.bytes, []).append(row)
-    lines = {name: list(line.values()) for name, line in by_bytes.items()}
+    lines = lines_of(comparison)
     legend = ["base"]
     alt = [f"Loss above the base's {base.loss:.4f} by experts kept."]
     for name, line in lines.items():
         legend.append(_legend_label(name, line))
-        points = [
-            f"{group[0].kept:g} {fmean(map(comparison.increase, group)):+.4f}" for group in line[1:]
-        ]
+        points = []
+        for group in line[1:]:
+            increase = fmean(map(comparison.increase, group))
+            points.append(f"{group[0].variant.kept:g} {increase:+.4f}")
         alt.append(f"{name}: {', '.join(points)}.")
     caption = (
         "Loss above the base's by the bytes of all tensors; the legend lists lines in the order in "
         "which they end. Colour is the strategy and its format, line style the correction, and the "
         "grey band random drops."
     )
-    frontier = [row for row in comparison.rows if row.frontier and math.isfinite(row.loss)]
+    frontier = []
+    for row in comparison.rows:
+        if row.standing.frontier and math.isfinite(row.loss):
+            frontier.append(row)
     if frontier:
         legend.append(FRONTIER)
         caption += " Rings mark models that none is smaller and better than, by KL."
-        points = [f"{row.size_label}, {human_bytes(row.bytes)}" for row in frontier]
+        variants = [row.variant for row in frontier]
+        points = [f"{variant.size_label}, {human_bytes(variant.bytes)}" for variant in variants]
         alt.append(f"The frontier: {'; '.join(points)}.")
     legend_lines = "\n".join(legend).splitlines()
     size = 7.3 + 0.068 * max(map(len, legend_lines)), max(5.0, 0.6 + 0.185 * len(legend_lines))
@@ -652,11 +745,11 @@ def _draw_scores(canvas: "FigureBase", comparison: Comparison, lines: Lines) -> 
     kept."""
     tasks = comparison.base.tasks
 
-    def bounds(name: str, rows: Sequence[Row]) -> tuple[float, float, float]:
+    def bounds(name: str, group: Group) -> tuple[float, float, float]:
         """Return the least, the mean and the highest score that the difference to the base
         allows."""
-        task = _range(name, rows)
-        if rows[0] is comparison.base:
+        task = _range(name, group)
+        if group[0] is comparison.base:
             return task.base, task.base, task.base
         if task.kind == "likelihood":
             return task.base * (1 + task.lower), task.compressed, task.base * (1 + task.upper)
@@ -665,13 +758,15 @@ def _draw_scores(canvas: "FigureBase", comparison: Comparison, lines: Lines) -> 
     for number, (name, task) in enumerate(tasks.items()):
         axes = canvas.add_subplot(math.ceil(len(tasks) / PLOTS), PLOTS, number + 1)
         axes.axhline(task.base, color=ROLES["ink"], linewidth=1.0, label="base")
-        _draw_lines(axes, comparison, lines, lambda row: row.kept, partial(bounds, name))
-        axes.set_title(readable(name))
-        axes.set_ylabel(readable(task.metric))
+        _draw_lines(axes, comparison, lines, "kept", partial(bounds, name))
+        axes.set(
+            title=readable(name),
+            ylabel=readable(task.metric),
+            xlabel="experts kept in each layer",
+            xticks=sorted({row.variant.kept for row in comparison.rows}),
+        )
         if task.kind == "likelihood":
             scale_axis(axes, "y", [row.tasks[name].compressed for row in comparison.rows])
-        axes.set_xlabel("experts kept in each layer")
-        axes.set_xticks(sorted({row.kept for row in comparison.rows}))
         axes.invert_xaxis()
         axes.grid()
     canvas.legend(*axes.get_legend_handles_labels(), loc="outside right upper", handlelength=3.2)
@@ -681,22 +776,22 @@ def _draw_lines(
     axes: "Axes",
     comparison: Comparison,
     lines: Lines,
-    place: Callable[[Row], float],
-    measure: Callable[[Sequence[Row]], tuple[float, float, float]],
+    place: str,
+    measure: Callable[[Group], tuple[float, float, float]],
 ) -> None:
-    """Draw each line through the means of its groups, with a band from least to highest."""
-    strategies = list(
-        dict.fromkeys((row.name, row.scheme) for row in comparison.rows[1:] if not row.is_random)
-    )
+    """Draw each line through the means of its groups, with a band from least to highest, over a
+    property of variants."""
+    variants = [row.variant for row in comparison.rows[1:] if not row.variant.is_random]
+    strategies = list(dict.fromkeys((variant.name, variant.scheme) for variant in variants))
     for number, (name, line) in enumerate(lines.items()):
-        row = line[-1][0]
-        places = [place(group[0]) for group in line]
+        variant = line[-1][0].variant
+        places = [getattr(group[0].variant, place) for group in line]
         least, means, highest = zip(*map(measure, line), strict=True)
         shade = ROLES["muted"]
         style = "dashed"
-        if not row.is_random:
-            shade = colour(strategies.index((row.name, row.scheme)))
-            style = STYLES.get(row.correction, "dashdot")
+        if not variant.is_random:
+            shade = colour(strategies.index((variant.name, variant.scheme)))
+            style = STYLES.get(variant.correction, "dashdot")
         # filled in the first round of markers, hollow in the second
         is_hollow = number // len(MARKERS) % 2
         if least != highest:
@@ -718,22 +813,22 @@ def _draw_lines(
 
 
 def _draw_losses(
-    canvas: "FigureBase", comparison: Comparison, lines: Lines, frontier: Sequence[Row]
+    canvas: "FigureBase", comparison: Comparison, lines: Lines, frontier: Group
 ) -> None:
     """Draw the losses; bytes fall to the right, where the legend is."""
     axes = canvas.add_subplot()
     increase = comparison.increase
 
-    def losses(rows: Sequence[Row]) -> tuple[float, float, float]:
-        increases = list(map(increase, rows))
+    def losses(group: Group) -> tuple[float, float, float]:
+        increases = list(map(increase, group))
         return min(increases), fmean(increases), max(increases)
 
     ordered = sorted(lines.items(), key=lambda line: -sort_key(losses(line[1][-1])[1]))
-    _draw_lines(axes, comparison, dict(ordered), lambda row: row.bytes, losses)
+    _draw_lines(axes, comparison, dict(ordered), "bytes", losses)
     axes.axhline(0.0, color=ROLES["ink"], linewidth=1.0, label="base")
     if frontier:
         axes.plot(
-            [row.bytes for row in frontier],
+            [row.variant.bytes for row in frontier],
             list(map(increase, frontier)),
             label=FRONTIER,
             linestyle="none",
@@ -746,17 +841,16 @@ def _draw_losses(
         limit = comparison.limit - comparison.cache
         axes.axvline(limit, color=ROLES["bad"], linewidth=0.8, linestyle="dashed")
     canvas.legend(loc="outside right upper", handlelength=3.2)
+    base = comparison.base
     scale = scale_axis(axes, "y", list(map(increase, comparison.rows)), 4)
-    above = f"loss above the base's {comparison.base.loss:.4f} (nats per token)"
+    above = f"loss above the base's {base.loss:.4f} (nats per token)"
     axes.set_ylabel(f"{above}\n{scale}" if scale else above)
-    experts = (
-        f"size of all tensors (the base has {counted(comparison.base.experts, 'expert')} in "
-        "each MoE layer)"
-    )
-    nbytes = [row.bytes for row in comparison.rows]
+    before = counted(base.variant.experts, "expert")
+    size = f"size of all tensors (the base has {before} in each MoE layer)"
+    nbytes = [row.variant.bytes for row in comparison.rows]
     if max(nbytes) > 10 * min(nbytes):
-        experts += f", {scale_axis(axes, 'x', nbytes)}"
+        size += f", {scale_axis(axes, 'x', nbytes)}"
     axes.invert_xaxis()
     axes.xaxis.set_major_formatter(lambda size, _: human_bytes(size))
-    axes.set_xlabel(experts)
+    axes.set_xlabel(size)
     axes.grid()

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from compressor.data.sources import SAMPLE_TOKENS
 from compressor.errors import CompressionError
 from compressor.formatting import known_names
-from compressor.options import Options, one_or_several, separated
+from compressor.options import Names, Options, one_or_several, several
 from compressor.steps.prune.options import Prune, SampleTokens
 from compressor.steps.quantize.options import SERVERS, Quantize
 
@@ -22,17 +22,7 @@ TRANSFORMERS = "transformers"
 SERVED = (*SERVERS, TRANSFORMERS)  # that formats can be chosen for
 
 
-def _several(value: Any) -> Any:
-    """'a, b' -> names; some text that names nothing is refused."""
-    texts = [value] if isinstance(value, str) else value or ()
-    for text in texts:
-        if isinstance(text, str) and not separated(text):
-            raise ValueError(f"{text!r} names none; name some, or leave it out for the default")
-    return separated(value)
-
-
-Names = Annotated[tuple[str, ...], BeforeValidator(_several)]
-Counts = Annotated[tuple[int, ...], BeforeValidator(_several)]
+Counts = Annotated[tuple[int, ...], BeforeValidator(several)]
 
 
 class Grid(Options):
@@ -47,9 +37,9 @@ class Grid(Options):
     """Experts to keep, one count or several: 6,4."""
     protect: Any = None
     """As for `compress`: auto, graph:N, or a JSON list."""
-    ratios: Annotated[tuple[float, ...], BeforeValidator(_several)] = ()
+    ratios: Annotated[tuple[float, ...], BeforeValidator(several)] = ()
     """Shares of the experts to remove instead, such as 0.25,0.5."""
-    splits: Annotated[tuple[int | Literal["auto"], ...], BeforeValidator(_several)] = ()
+    splits: Annotated[tuple[int | Literal["auto"], ...], BeforeValidator(several)] = ()
     """Sub-experts to split each expert into first: 1,2,4 (default: 1; with formats auto)."""
     top_ks: Counts = ()
     """num_experts_per_tok, one or several (default: unchanged)."""
@@ -71,7 +61,7 @@ class Grid(Options):
     """Bits for each parameter of the base, in place of --bytes."""
     context: int = Field(0, ge=0)
     """Tokens whose keys and values count as bytes, too."""
-    shares: Annotated[tuple[Fraction, ...], BeforeValidator(_several)] = (
+    shares: Annotated[tuple[Fraction, ...], BeforeValidator(several)] = (
         Fraction(1),
         Fraction(3, 4),
         Fraction(1, 2),
@@ -110,16 +100,15 @@ class Grid(Options):
                 raise CompressionError(
                     "shares of the experts that stay are above 0 and up to 1, such as 1,3/4,1/2"
                 )
-            for name in self.schemes:
-                if name not in SCHEMES:
-                    raise CompressionError(
-                        f"there is no format {name!r}; {known_names(name, SCHEMES)}"
-                    )
-            for name in self.servers:
-                if name not in SERVED:
-                    raise CompressionError(
-                        f"there is no server {name!r}; {known_names(name, SERVED)}"
-                    )
+            for kind, chosen, known in (
+                ("format", self.schemes, SCHEMES),
+                ("server", self.servers, SERVED),
+            ):
+                for name in chosen:
+                    if name not in known:
+                        raise CompressionError(
+                            f"there is no {kind} {name!r}; {known_names(name, known)}"
+                        )
         elif bool(self.experts) == bool(self.ratios):
             raise CompressionError("say how many experts to keep by --experts or --ratio")
         elif "auto" in self.splits:

@@ -31,20 +31,28 @@ from compressor.model.loading import set_tensor
 from compressor.model.moe_layer import layers_by_decoder_layer
 from compressor.model.opened import OpenModel, refuse_shared_experts
 from compressor.model.substitution import Substitution
+from compressor.options import validated
 from compressor.pipeline.resolve import HELDOUT, Session, open_run, read_calibration
 from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan
 from compressor.recipe.recipe import Recipe, make_step
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.step import StepOptions
-from compressor.report.comparison_report import Comparison, Row, choice, related
+from compressor.report.comparison_report import (
+    Comparison,
+    Row,
+    Variant,
+    choice,
+    related,
+    row_of,
+)
 from compressor.report.grid import SCHEMES, STORED, TRANSFORMERS, Grid
 from compressor.run_record import versions
 from compressor.statistics.statistics import WEIGHTS
 from compressor.steps.correct.options import Correct
 from compressor.steps.correct.sequential import correct
 from compressor.steps.cutting import CutFiles, cut_layers
-from compressor.steps.job import OutputSize, output_size, stored_partial, untouched
+from compressor.steps.job import output_size, stored_partial, untouched
 from compressor.steps.prune.options import Prune
 from compressor.steps.prune.planning import Planner, protected_experts, spec_of
 from compressor.steps.quantize.matrices import EXPERTS, Matrix, expert_matrices, find_matrices
@@ -58,18 +66,14 @@ RIDGE = Correct(method="ridge")
 
 @dataclass(slots=True, eq=False)
 class PlannedShare:
-    """A share of the experts: its plan, its refitted layers if there is a correction, and the
-    formats to try."""
+    """A share of the experts: its plan, and its refitted layers if there is a correction."""
 
     share: Fraction
     model: OpenModel  # whose experts the plan numbers: those of the source, or its sub-experts
     plan: ExpertPlan
     files: CutFiles | None = None
-    # name, strategy and correction of its row
-    way: Mapping[str, str] = field(default_factory=dict)
-    schemes: dict[str, Scheme | None] = field(default_factory=dict)
-    # of all tensors that would be written, by format
-    bytes: dict[str, int] = field(default_factory=dict)
+    # name, strategy and correction of its variants
+    way: Mapping[str, Any] = field(default_factory=dict)
     stored: torch.dtype = field(init=False)  # in which experts are stored
     smaller: Any = field(init=False)  # the stock model with as many experts, on meta
     matrices: dict[str, list[Matrix]] = field(init=False)  # of its experts, by decoder layer
@@ -124,45 +128,66 @@ class PlannedShare:
             set_tensor(smaller, key, value)
         return {**tensors, **copies}
 
-    def add_schemes(self, names: Iterable[str], servers: Sequence[str]) -> list[str]:
-        """Add the formats whose groups fit the matrices and that the servers load, with the bytes
-        of the tensors that `compress` writes in each; returns sentences on the others."""
+    def variants(
+        self, names: Iterable[str], servers: Sequence[str]
+    ) -> tuple[list[tuple[Variant, Scheme | None]], list[str]]:
+        """Return the share in each format whose groups fit the matrices and that the servers load;
+        and sentences on the others. Bytes are those of the tensors that `compress` writes."""
         model = self.model
         experts = self.plan.experts
+        layer = model.architecture.layers[0]
         groups = chain.from_iterable(layer.groups for layer in self.plan.layers)
         changed = self.files is not None or not all(group.untouched for group in groups)
-        matrices = list(chain.from_iterable(self.matrices.values()))
+        columns = {matrix.columns for matrix in chain.from_iterable(self.matrices.values())}
+        parameters = sum(value.numel() for value in self.smaller.parameters())
+        variants = []
         left_out = []
         for name in names:
-            if name == STORED:
-                size = output_size(model, experts, changed)
-                if self.share == 1:  # nothing changes
-                    size = Size.of(model.checkpoint.tensors.values())
-                self.schemes[name] = None
-                self.bytes[name] = size.bytes
-                continue
+            scheme = None
             fault = None
             try:
-                scheme = scheme_for(name, None, {matrix.columns for matrix in matrices})
+                if name != STORED:
+                    scheme = scheme_for(name, None, columns)
+                    fault = self._fault(scheme, servers)
             except CompressionError as error:  # its groups do not fit
-                left_out.append(f"{name} ({str(error).partition('; ')[0]})")
-                continue
-            for server in servers:
-                if server == TRANSFORMERS:  # the one that is installed
-                    fault = fault or loader_fault(scheme.config([]))
-                    if fault is None and not find_matrices(model, EXPERTS).singly:
-                        family = model.architecture.family
-                        fault = f"transformers loads no single experts of {family}"
-                elif SERVERS[server] not in loaders(name, scheme.group_size == ROW):
-                    fault = fault or f"{SERVERS[server]} loads no experts in it"
+                fault = str(error)
             if fault is not None:
                 left_out.append(f"{name} ({fault.partition('; ')[0]})")
                 continue
-            quantize = make_step("quantize", {"scheme": name}).step()
-            written: OutputSize = quantize.output_size(model, experts, changed)
-            self.schemes[name] = scheme
-            self.bytes[name] = written.size.bytes
-        return left_out
+            if scheme is not None:
+                quantize = make_step("quantize", {"scheme": name}).step()
+                size = quantize.output_size(model, experts, changed).size
+            elif self.share == 1:  # nothing changes
+                size = Size.of(model.checkpoint.tensors.values())
+            else:
+                size = output_size(model, experts, changed)
+            variant = Variant(
+                **self.way,
+                share=float(self.share),
+                experts=experts,
+                experts_before=layer.experts,
+                split=layer.parts,
+                parameters=parameters,
+                bytes=size.bytes,
+                scheme=name,
+                group_size=None if scheme is None else scheme.group_size,
+            )
+            variants.append((variant, scheme))
+        return variants, left_out
+
+    def _fault(self, scheme: Scheme, servers: Sequence[str]) -> str | None:
+        """Return why one of the servers does not load the format; None if all do."""
+        for server in servers:
+            if server != TRANSFORMERS:
+                if SERVERS[server] not in loaders(scheme.name, scheme.group_size == ROW):
+                    return f"{SERVERS[server]} loads no experts in it"
+                continue
+            fault = loader_fault(scheme.config([]))  # of the one that is installed
+            if fault is not None:
+                return fault
+            if not find_matrices(self.model, EXPERTS).singly:
+                return f"transformers loads no single experts of {self.model.architecture.family}"
+        return None
 
 
 def plan_shares(
@@ -266,40 +291,28 @@ def compare_sizes(
             planned += smaller
             left_out += reasons
         seconds = time.perf_counter() - begin
-        for share in planned:
-            names = [STORED] if share.share == 1 else []  # the base
-            names += grid.schemes if share.share in grid.shares else ()
-            left_out += share.add_schemes(dict.fromkeys(names), grid.servers)
         # whole experts, and sub-experts
         for _, group in groupby(planned, key=lambda share: id(share.model)):
-            variants = []
+            variants = list[Variant]()
+            substitutions = list[Substitution]()
             for share in group:
-                variants += [(share, name, scheme) for name, scheme in share.schemes.items()]
-            substitutions = [
-                Substitution(partial(tensors, share, scheme), share.plan.experts)
-                for share, _, scheme in variants
-            ]
-            model = variants[0][0].model
-            results = evaluator.measure(model, substitutions, progress=run.progress)
-            layer = model.architecture.layers[0]
-            for (share, name, scheme), figures in zip(variants, results, strict=True):
-                row = Row.of(
-                    figures,
-                    sets,
-                    **share.way,
-                    share=float(share.share),
-                    experts=share.plan.experts,
-                    experts_before=layer.experts,
-                    split=layer.parts,
-                    parameters=sum(value.numel() for value in share.smaller.parameters()),
-                    bytes=share.bytes[name],
-                    bits=8 * share.bytes[name] / parameters,
-                    scheme=name,
-                    group_size=None if scheme is None else scheme.group_size,
-                    loss_by_sequence=tuple(figures.loss.tolist()),
-                    kl_by_sequence=tuple(figures.kl.tolist()),
-                )
-                rows.append(row)
+                names = [STORED] if share.share == 1 else []  # the base
+                names += grid.schemes if share.share in grid.shares else ()
+                of_share, reasons = share.variants(dict.fromkeys(names), grid.servers)
+                left_out += reasons
+                for variant, scheme in of_share:
+                    variants.append(variant)
+                    change = partial(tensors, share, scheme)
+                    substitutions.append(Substitution(change, variant.experts))
+            if not variants:  # no server loads any of the formats
+                continue
+            results = evaluator.measure(share.model, substitutions, progress=run.progress)
+            for variant, figures in zip(variants, results, strict=True):
+                by_sequence = {
+                    "loss_by_sequence": tuple(figures.loss.tolist()),
+                    "kl_by_sequence": tuple(figures.kl.tolist()),
+                }
+                rows.append(row_of(variant, figures, sets, **by_sequence))
     return Comparison(
         model=base.source.label,
         rows=related(rows),
@@ -341,19 +354,18 @@ def cache_bytes(config: Any, tokens: int, dtype: torch.dtype) -> int:
 
 def fitted(
     recipe: Recipe,
-    limit: int,
-    servers: Sequence[str] = (),
+    grid_options: Mapping[str, Any],
     *,
     device: str = "auto",
     progress: Progress | None = None,
 ) -> tuple[Recipe, Comparison]:
-    """Return the recipe with the share of the experts and the format that fit into the limit with
-    the least KL.
+    """Return the recipe with the share of the experts and the format that fit with the least KL
+    into the limit, `nbytes` of the grid's options.
 
     The choice is made on held-out calibration text, with corrections in closed form where none is
     named. Steps that the choice makes idle are left out. Raises `CompressionError` if nothing fits,
     or nothing need be done."""
-    grid = Grid(servers=tuple(servers), nbytes=limit)
+    grid = validated(Grid, grid_options, "--for")
     prune = next((step for step in recipe.steps if isinstance(step, Prune)), None)
     if prune is None or any(step.format for step in recipe.steps):
         raise CompressionError(
@@ -374,8 +386,8 @@ def fitted(
         sizes = compare_sizes(run, [recipe.steps], data, sets, recipe.seed, grid)
     if not sizes.fitting:
         raise CompressionError(choice(sizes)[0])
-    best = sizes.fitting[0]
-    if best is sizes.base:
+    best = sizes.fitting[0].variant
+    if best is sizes.base.variant:
         raise CompressionError(
             f"{sizes.model} has {human_bytes(best.bytes)}, which fits already; nothing is to be "
             "done"

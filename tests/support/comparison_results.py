@@ -1,12 +1,11 @@
 """Comparisons made up for the tests of what shows them."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import strategies as st
 
-from compressor.report.comparison_report import Comparison, Row
+from compressor.report.comparison_report import Comparison, Row, Variant
 
 EXPERTS = 16
 STRATEGIES = ("reap", "hc-smoe", "auto", "enumerate", "data-centric (merge=learned)")
@@ -16,18 +15,23 @@ CORRECTIONS = ("none", "ridge", "tune")
 def row(name: str, experts: int, loss: float, **others: Any) -> Row:
     """A row whose other figures follow from these, unless given."""
     fields: dict[str, Any] = {
-        "strategy": name.split()[0],
-        "correction": "none",
-        "parameters": 1_000_000 + 187_654 * experts,
-        "bytes": 4_000_000 + 750_616 * experts,
-        "perplexity": math.exp(loss) if loss < 700 else math.inf,
         "kl": abs(loss) / 3,
         "flips": min(1.0, abs(loss) / 9),
         "error": 0.4 / experts,
         "seconds": 10.25 * experts,
         "peak_memory": 123_456_789 + experts,
+        **others,
     }
-    return Row(name=name, experts=experts, loss=loss, **{**fields, **others})
+    way = {key: fields.pop(key) for key in ("correction", "seed") if key in fields}
+    variant = Variant(
+        name=name,
+        strategy=name.split()[0],
+        experts=experts,
+        parameters=1_000_000 + 187_654 * experts,
+        bytes=4_000_000 + 750_616 * experts,
+        **way,
+    )
+    return Row(variant=variant, loss=loss, **fields)
 
 
 def base(loss: float = 1.25, experts: int = EXPERTS, **others: Any) -> Row:

@@ -30,7 +30,7 @@ def size(text: str) -> float:
 
 
 def find(rows: list[dict[str, str]], wanted: Row) -> dict[str, str]:
-    keys = {"model": label(wanted), "experts": str(wanted.experts)}
+    keys = {"model": label(wanted), "experts": str(wanted.variant.experts)}
     (found,) = [cells for cells in rows if all(cells[key].strip("*") == value for key, value in keys.items())]
     return {name: cell.strip("*") for name, cell in found.items()}
 
@@ -45,7 +45,7 @@ def test_cells_are_the_rows_numbers() -> None:
         assert float(cells["KL"]) == pytest.approx(each.kl, abs=5.1e-5)
         assert float(cells["perplexity"]) == pytest.approx(math.exp(each.loss), rel=1e-3)
         assert float(cells["seconds"]) == pytest.approx(each.seconds, abs=0.051)
-        assert size(cells["parameters"]) == pytest.approx(each.parameters, rel=6e-3)
+        assert size(cells["parameters"]) == pytest.approx(each.variant.parameters, rel=6e-3)
         assert size(cells["peak memory"]) == pytest.approx(each.peak_memory, rel=6e-3)
         if each is made.rows[0]:
             assert cells["increase"] == cells["layer error"] == "-"
@@ -57,11 +57,11 @@ def test_cells_are_the_rows_numbers() -> None:
 def assert_bold_is_best(made: Comparison) -> None:
     shown = table(markdown(made))
     bold = [cells for cells in shown if cells["loss"].startswith("**")]
-    counts = {each.experts for each in made.rows[1:]}
+    counts = {each.variant.experts for each in made.rows[1:]}
     assert sorted(int(cells["experts"].strip("*")) for cells in bold) == sorted(counts)
     for cells in bold:
         assert all(cell.startswith("**") and cell.endswith("**") for cell in cells.values())
-        least = min(each.loss for each in made.rows[1:] if each.experts == int(cells["experts"].strip("*")))
+        least = min(each.loss for each in made.rows[1:] if each.variant.experts == int(cells["experts"].strip("*")))
         assert cells["loss"] == f"**{least:.4f}**"
 
 
@@ -77,18 +77,20 @@ def test_any_rows_make_a_sorted_table_with_one_bold_row_for_each_count(made: Com
 
 def test_each_of_several_evaluation_sources_has_a_column() -> None:
     rows = [
-        base(loss_by_source={"wiki": 1.0, "code": 1.5}),
+        base(by_source={"loss": {"wiki": 1.0, "code": 1.5}}),
         row(
             "reap",
             8,
             2.0,
-            loss_by_source={"wiki": 1.75, "code": 3.5},
+            by_source={
+                "loss": {"wiki": 1.75, "code": 3.5},
+                "kl": {"wiki": 0.5, "code": 0.25},
+                "flips": {"wiki": 0.125, "code": 0.875},
+            },
             degraded=("code",),
-            kl_by_source={"wiki": 0.5, "code": 0.25},
-            flips_by_source={"wiki": 0.125, "code": 0.875},
             errors_by_source={"loss": {"wiki": 0.0625}},
         ),
-        row("auto", 8, 2.5, loss_by_source={"wiki": 2.5}),
+        row("auto", 8, 2.5, by_source={"loss": {"wiki": 2.5}}),
     ]
     text = markdown(comparison(rows, evaluation={"wiki": 4096, "code": 2048}))
     losses, kl, flips = (text.partition(f"{what} by evaluation source")[2] for what in ("Loss", "KL", "Flips"))
@@ -188,11 +190,11 @@ def expected(made: Comparison) -> dict[str, list[tuple[float, float]]]:
     """The points of each line by label: from the base, by falling bytes, the mean of equal ones."""
     together: dict[str, dict[int, list[float]]] = {}
     for each in made.rows[1:]:
-        name = label(each, "random") if each.is_random else label(each)
-        together.setdefault(name, {}).setdefault(each.bytes, []).append(each.loss - made.rows[0].loss)
+        name = label(each, "random") if each.variant.is_random else label(each)
+        together.setdefault(name, {}).setdefault(each.variant.bytes, []).append(each.loss - made.rows[0].loss)
     return {
         name: [
-            (made.rows[0].bytes, 0.0),
+            (made.rows[0].variant.bytes, 0.0),
             *((size, sum(by_size[size]) / len(by_size[size])) for size in sorted(by_size, reverse=True)),
         ]
         for name, by_size in together.items()
@@ -219,7 +221,7 @@ def test_lines_start_at_the_base_and_are_listed_as_they_end() -> None:
     lines, axes = labelled(figure), figure.axes[0]
     ends = [points(line)[-1][1] for line in lines.values()]
     assert len(ends) == 17 and ends == sorted(ends, reverse=True)
-    sizes = [row("size", count, 0.0).bytes for count in (EXPERTS, 12, 8)]
+    sizes = [row("size", count, 0.0).variant.bytes for count in (EXPERTS, 12, 8)]
     assert axes.get_xlim()[0] > sizes[0] > sizes[2] > axes.get_xlim()[1]  # falls to the right, where the legend is
     assert comparison_figure(made).title.startswith("org/tiny-moe")
     assert "nats per token" in axes.get_ylabel() and "base's 1.2500" in axes.get_ylabel()

@@ -59,7 +59,7 @@ def logits(model: Any, rows: torch.Tensor) -> torch.Tensor:
 
 
 def pick(made: Comparison, share: float, scheme: str) -> Row:
-    (found,) = [pair for pair in made.rows if (pair.share, pair.scheme) == (share, scheme)]
+    (found,) = [pair for pair in made.rows if (pair.variant.share, pair.variant.scheme) == (share, scheme)]
     return found
 
 
@@ -90,12 +90,12 @@ def test_a_pair_is_what_compress_writes(home: Path, tmp_path: Path, split: int) 
         kl = float(kl_div(found.log_softmax(-1), base.log_softmax(-1), log_target=True, reduction="batchmean"))
         assert pair.kl == pytest.approx(kl, rel=1e-5)
         assert pair.loss == pytest.approx(float(cross_entropy(found, rows[:, 1:].flatten())), rel=1e-6)
-        assert pair.bytes == sum(
+        assert pair.variant.bytes == sum(
             value.nbytes for file in out.glob("*.safetensors") for value in load_file(file).values()
         )
-        assert pair.split == (split if share < 1 else 1)
-    assert (made.base.bytes, made.base.kl, made.increase(made.base)) == (stored_bytes(home / "model"), 0, 0)
-    assert made.base.bits == 16
+        assert pair.variant.split == (split if share < 1 else 1)
+    assert (made.base.variant.bytes, made.base.kl, made.increase(made.base)) == (stored_bytes(home / "model"), 0, 0)
+    assert made.bits(made.base) == 16
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)])
@@ -109,8 +109,9 @@ def test_bytes_are_those_that_are_written(name: str, tmp_path: Path) -> None:
     assert left_out == []
     planned = [PlannedShare(Fraction(1), model, untouched(model)), *smaller]
     for kept in planned:
-        kept.add_schemes(["none", "int8", "int3", "fp8"], [])
-        for scheme, nbytes in kept.bytes.items():
+        variants, _ = kept.variants(["none", "int8", "int3", "fp8"], [])
+        for variant, _ in variants:
+            scheme, nbytes = variant.scheme, variant.bytes
             wanted = [*default_steps(strategy="aimer", correct="none", split=1, ratio=0.5)] if kept.share < 1 else []
             wanted += [] if scheme == "none" else [make_step("quantize", {"scheme": scheme})]
             out = tmp_path / f"{kept.share.denominator}-{scheme}"

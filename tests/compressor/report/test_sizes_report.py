@@ -12,6 +12,7 @@ from compressor.document.drawing import ROLES
 from compressor.report.comparison_report import (
     Comparison,
     Row,
+    Variant,
     choice,
     comparison_figure,
     related,
@@ -23,14 +24,25 @@ from tests.support.rendered_figures import canvases
 BASE = (1.0, 1.2, 0.9, 1.1)  # losses of sequences
 
 
-def pair(nbytes: int, kls: tuple[float, ...], share: float = 0.5, scheme: str = "int4", **others: Any) -> Row:
+def pair(nbytes: int, kls: tuple[float, ...], share: float = 0.5, scheme: str = "int4") -> Row:
     """A pair whose loss is above the base's by twice its KL."""
     losses = tuple(loss + 2 * kl for loss, kl in zip(BASE, kls, strict=True))
-    means = {"loss": sum(losses) / 4, "kl": sum(kls) / 4, "flips": 0.1}
-    size = {"bytes": nbytes, "bits": 8 * nbytes / 4000, "kl_by_sequence": kls, "loss_by_sequence": losses}
-    size |= {"experts": round(8 * share), "experts_before": 8, "parameters": 4000, "perplexity": 1.0}
     way = {"name": "base", "correction": "none"} if share == 1 else {"name": "auto", "correction": "ridge"}
-    return Row(share=share, strategy=way["name"], scheme=scheme, group_size=64, **way, **means, **size, **others)
+    size: dict[str, Any] = {
+        "bytes": nbytes,
+        "share": share,
+        "scheme": scheme,
+        "group_size": 64,
+    }
+    size |= {"experts": round(8 * share), "experts_before": 8, "parameters": 4000}
+    return Row(
+        variant=Variant(strategy=way["name"], **way, **size),
+        loss=sum(losses) / 4,
+        kl=sum(kls) / 4,
+        flips=0.1,
+        kl_by_sequence=kls,
+        loss_by_sequence=losses,
+    )
 
 
 def comparison(pairs: list[Row], **others: Any) -> Comparison:
@@ -49,19 +61,22 @@ def comparison(pairs: list[Row], **others: Any) -> Comparison:
 def test_the_frontier_is_what_nothing_dominates(drawn: list[tuple[int, float]]) -> None:
     """Against all pairs of pairs; behind is the distance to the best of those that are no larger."""
     made = comparison([pair(nbytes, (kl,) * 4) for nbytes, kl in drawn])
-    assert [each.bytes for each in made.rows] == sorted((each.bytes for each in made.rows), reverse=True)
+    sizes = [each.variant.bytes for each in made.rows]
+    assert sizes == sorted(sizes, reverse=True)
     for each in made.rows:
-        assert each.frontier is not any(one.bytes < each.bytes and one.kl < each.kl for one in made.rows)
-        best = min(one.kl for one in made.rows if one.bytes <= each.bytes)
-        assert each.behind == pytest.approx(each.kl - best, abs=1e-12)
+        assert each.standing.frontier is not any(
+            one.variant.bytes < each.variant.bytes and one.kl < each.kl for one in made.rows
+        )
+        best = min(one.kl for one in made.rows if one.variant.bytes <= each.variant.bytes)
+        assert each.standing.behind == pytest.approx(each.kl - best, abs=1e-12)
 
 
 def test_increases_are_paired_with_the_base_by_sequence() -> None:
     made = comparison([pair(1000, (0.1, 0.3, 0.1, 0.3))])
-    (found,) = [each for each in made.rows if each.bytes == 1000]
+    (found,) = [each for each in made.rows if each.variant.bytes == 1000]
     assert made.increase(found) == pytest.approx(0.4)
-    assert found.loss_error == pytest.approx(math.sqrt(4 * 0.04 / 3) / 2)  # of 0.2, 0.6, 0.2, 0.6
-    assert found.kl_error == pytest.approx(math.sqrt(4 * 0.01 / 3) / 2)
+    assert found.standing.loss_error == pytest.approx(math.sqrt(4 * 0.04 / 3) / 2)  # of 0.2, 0.6, 0.2, 0.6
+    assert found.standing.kl_error == pytest.approx(math.sqrt(4 * 0.01 / 3) / 2)
 
 
 def test_what_is_within_a_standard_error_of_the_best_is_named() -> None:
@@ -71,8 +86,8 @@ def test_what_is_within_a_standard_error_of_the_best_is_named() -> None:
         pair(2800, (0.25, 0.25, 0.25, 0.26), 0.5, "none"),  # 0.0525 behind, and surely so
     ]
     made = comparison(pairs, limit=3000)
-    assert [each.bytes for each in made.fitting] == [3000, 2900, 2800]
-    assert [each.bytes for each in made.alike] == [2900]
+    assert [each.variant.bytes for each in made.fitting] == [3000, 2900, 2800]
+    assert [each.variant.bytes for each in made.alike] == [2900]
     first, second = choice(made)
     assert first.startswith(
         "Best of 3 that fit in 3 kB: 8 of 8 experts, int4 (3 kB, 6 bits a weight; KL 0.2000 ± 0.0000"
@@ -88,7 +103,7 @@ def test_what_is_within_a_standard_error_of_the_best_is_named() -> None:
 
 def test_the_cache_counts_and_what_does_not_fit_is_said() -> None:
     made = comparison([pair(3000, (0.2,) * 4), pair(1000, (0.4,) * 4)], limit=3000, context=64, cache=500)
-    assert [each.bytes for each in made.fitting] == [1000]
+    assert [each.variant.bytes for each in made.fitting] == [1000]
     assert "fit in 3 kB beside 500 B for 64 tokens of context" in choice(made)[0]
     assert choice(replace(made, limit=1499)) == [
         "Nothing fits in 1.5 kB beside 500 B for 64 tokens of context: the smallest is 4 of 8 experts, int4, with 1 kB."
