@@ -383,7 +383,7 @@ def _compare(
         state: hub.State = "unknown" if remote is None else hub.state_of(addition, there.get(name))
         files.append(PushedFile(name, addition.upload_info.size, state))
     same = tuple(file.path for file in files if file.state == "unchanged")
-    stale = () if verified.is_graph else superseded(there, added, not verified.weights <= {*same})
+    stale = () if verified.export else superseded(there, added, not verified.weights <= {*same})
     sent = tuple(file for file in files if file.state != "unchanged")
     nbytes = sum(file.nbytes for file in sent)
     return head, replace(

@@ -22,17 +22,15 @@ from compressor.document.drawing import (
 )
 from compressor.document.picture import FONT, Drawing
 from compressor.formatting import counted, percent, readable, short
-from compressor.recipe.document import changed
 from compressor.report.data import (
     ERRORS,
     LayerReport,
     Report,
-    all_dispositions,
-    gone,
     order,
     within,
 )
-from compressor.steps.distill.step import evaluations
+from compressor.steps.dispositions import all_dispositions, gone
+from compressor.steps.section import is_changed
 
 if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
@@ -354,12 +352,13 @@ def distillation(data: Report) -> Figure | None:
         axes.grid(axis="y")
 
     drawings = []
-    for step in data.steps:
-        measured = {evaluation["step"]: float(evaluation["kl"]) for evaluation in evaluations(step)}
+    for step in data.plan.of("distill"):
+        curve = (step.result or {}).get("curve", ())
+        measured = {evaluation["step"]: float(evaluation["kl"]) for evaluation in curve}
         points = {number: value for number, value in measured.items() if abs(value) < LARGEST}
-        if step["name"] != "distill" or len(points) < 2:
+        if step.result is None or len(points) < 2:
             continue
-        best = step["result"]["best"] if changed(step) else None
+        best = step.result["best"] if is_changed(step) else None
         chosen = (
             "nothing was changed"
             if best is None

@@ -7,6 +7,7 @@ The page and a folder of its figures as PNG each appear complete or not at all.
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from compressor.document import html
@@ -33,6 +34,7 @@ from compressor.files import check_folder, check_parent, is_page, write_file, wr
 from compressor.formatting import (
     counted,
     human_bytes,
+    human_count,
     joined,
     listed,
     percent,
@@ -44,21 +46,12 @@ from compressor.pipeline.outcome import size_table
 from compressor.quality_gate.domain_divergence import heldout_blocks, overall_words
 from compressor.quality_gate.report import gate_blocks
 from compressor.quality_gate.verdict import SIGNS
-from compressor.recipe.document import changed, step_blocks, step_line
 from compressor.recipe.plan import ExpertPlan, correction_of
-from compressor.report.data import (
-    ERRORS,
-    Report,
-    dispositions,
-    experts_table,
-    gone,
-    mean,
-    within,
-)
+from compressor.report.data import ERRORS, Report, mean, within
 from compressor.report.facts import facts
 from compressor.report.figures import NAMES, figures
+from compressor.steps.dispositions import dispositions, experts_table, gone
 
-WAYS = {"routers": "router calibration", "distill": "distillation"}  # steps in words
 MADE_BY = "Made by moe-compress report from"  # by which a page is known again
 MOST_CELLS = 20_000  # of all layers' matrices as tables
 HUB_COLUMNS = (
@@ -86,27 +79,28 @@ def done(data: Report) -> Iterator[Block]:
         yield Items(data.missing)
 
 
-def steps(data: Report) -> list[Block]:
-    """Return what each step on the whole model did, in order."""
-    blocks = [block for step in data.steps for block in step_blocks(step)]
-    return blocks or [Text("No routers were calibrated, and nothing was distilled.")]
+def steps(data: Report) -> Iterator[Block]:
+    """Yield what each step did, in order."""
+    for section in data.sections:
+        yield Heading(section.name.capitalize(), 3)
+        yield from section.shown()
 
 
-def sizes(data: Report) -> Table:
-    """Return experts, parameters and bytes, exactly."""
-    return size_table("Sizes before and after", data.sizes(), exactly=True)
+def sizes(data: Report) -> Iterator[Block]:
+    """Yield experts, parameters and bytes, exactly."""
+    yield size_table("Sizes before and after", data.sizes(), exactly=True)
+    note = "Parameters are weights, in whatever format, without the scales of quantised ones."
+    if data.active is not None:
+        note += " Active parameters are all but the experts that a token is not routed to."
+    yield Text(note)
 
 
 def heldout(data: Report) -> Sequence[Block]:
     """Return loss, KL and flips on held-out text, of each source where there are several."""
-    if data.heldout is None:
-        return [
-            Text(
-                "Output and base were not compared: the run read too little text, or was told not "
-                "to."
-            )
-        ]
-    return heldout_blocks(data.heldout)
+    if data.heldout is not None:
+        return heldout_blocks(data.heldout)
+    why = "the run read too little text, or was told not to"
+    return [Text(f"Output and base were not compared: {why}.")]
 
 
 def gate(data: Report) -> Sequence[Block]:
@@ -236,7 +230,7 @@ def visits(data: Report) -> Iterator[Block]:
         rows.append((layer.name, *busiest))
         slots = layer.plan.remap()
         experts = []
-        for expert, became in dispositions(layer).items():
+        for expert, became in enumerate(dispositions(layer.plan, layer.protected)):
             share_before = percent(before[expert]) if before else "-"
             is_kept = after and slots[expert] >= 0
             share_after = percent(after[slots[expert]]) if is_kept else "-"
@@ -266,10 +260,13 @@ def errors(data: Report) -> Iterator[Block]:
 
 def hubs(data: Report) -> list[Block]:
     """Return named hubs with what became of them."""
-    became = {layer.module: dispositions(layer) for layer in data.layers}
+    became = dict[tuple[str, int], str]()
+    for layer in data.layers:
+        for expert, words in enumerate(dispositions(layer.plan, layer.protected)):
+            became[layer.module, expert] = words
     rows = []
     for hub in data.hubs:
-        disposition = became.get(hub.module, {}).get(hub.expert, "not in the plan")
+        disposition = became.get((hub.module, hub.expert), "not in the plan")
         figures = (hub.influence, hub.influence_score, hub.aarv, hub.aarv_score)
         rows.append((hub.label, disposition, *map(short, figures), percent(hub.share)))
     if not rows:
@@ -280,12 +277,12 @@ def hubs(data: Report) -> list[Block]:
 SECTIONS: Sequence[tuple[str, str, str | None, Callable[[Report], Iterable[Block]]]] = (
     # anchor, heading, figure, and what it says beside it
     ("done", "What was done", None, done),
-    ("sizes", "Sizes", None, lambda data: [sizes(data)]),
+    ("sizes", "Sizes", None, sizes),
     ("experts", "Experts", "experts", lambda data: experts(data.expert_plan)),
     ("similarity", "Similarity and groups", "similarity", similarity),
     ("visits", "Routed tokens before and after", "visits", visits),
     ("errors", "Reconstruction error", "errors", errors),
-    ("steps", "Router calibration and distillation", "distillation", steps),
+    ("steps", "Steps", "distillation", steps),
     ("heldout", "Held-out text", None, heldout),
     ("hubs", "Hubs", None, hubs),
     ("gate", "Accuracy gate", None, gate),
@@ -304,17 +301,14 @@ def page(data: Report, drawn: Sequence[Figure]) -> str:
             blocks.append(by_name[name])
         blocks += body(data)
     made_by = f"{MADE_BY} {data.title}; plan {data.plan.digest()[:12]}."
-    ways = [data.strategy, *(["reconstruction"] if data.plan.correction else [])]
-    ways += [WAYS.get(step["name"], step["name"]) for step in data.steps if changed(step)]
+    ways = dict.fromkeys(chain.from_iterable(section.ways for section in data.sections))
     lead = (
         f"{data.plan.source.model} with {data.experts_after} instead of "
-        f"{counted(data.experts_before, 'expert')} in "
-        f"each MoE layer, by {joined([*dict.fromkeys(ways)])}."
+        f"{counted(data.experts_before, 'expert')} in each MoE layer"
+        f"{', by ' if ways else ''}{joined([*ways])}."
     )
-    if data.quantized:
-        lead += f" {step_line(data.quantized)}."
     # the facts that one looks for first, each with a note
-    experts, parameters, nbytes = data.sizes()
+    _, parameters, nbytes = data.sizes()[:3]
     errors = [layer.error for layer in data.layers if layer.error is not None]
     verdict: Words = "not run"
     if data.gate is not None:
@@ -328,9 +322,17 @@ def page(data: Report, drawn: Sequence[Figure]) -> str:
             compared += f"; worst source: {worst.domain}, {worst.loss.change:+.4f}"
     top = f"top {data.top_k}" if data.layers else ""
     shown: list[tuple[str, Words, str]] = [
-        ("Experts per layer", f"{experts.before} → {experts.after}", top),
-        ("Parameters", parameters.shown_after, f"{parameters.left} of {parameters.shown_before}"),
-        ("Size on disk", nbytes.shown_after, f"{nbytes.left} of {nbytes.shown_before}"),
+        ("Experts per layer", f"{data.experts_before} → {data.experts_after}", top),
+        (
+            "Parameters",
+            human_count(data.after.parameters),
+            f"{parameters.left} of {human_count(data.before.parameters)}",
+        ),
+        (
+            "Size on disk",
+            human_bytes(data.after.bytes),
+            f"{nbytes.left} of {human_bytes(data.before.bytes)}",
+        ),
         ("Held-out loss", loss, compared),
         ("Layer error", short(mean(errors)), "mean over layers" if errors else "not measured"),
         ("Accuracy gate", verdict, "see below"),

@@ -13,11 +13,11 @@ from compressor.pipeline.outcome import Outcome, size_table
 from compressor.quality_gate.domain_divergence import heldout_blocks
 from compressor.quality_gate.report import power_blocks
 from compressor.recipe.plan import KEPT_WHOLE
-from compressor.recipe.recipe import make_step
-from compressor.recipe.steps_plan import QUANTIZE, Plan
-from compressor.report.data import experts_table
+from compressor.recipe.steps_plan import Plan
 from compressor.report.facts import facts
 from compressor.run_record import read_record
+from compressor.steps.dispositions import experts_table
+from compressor.steps.section import sections
 
 
 def plan_blocks(plan: Plan, path: Path) -> list[Block]:
@@ -27,9 +27,8 @@ def plan_blocks(plan: Plan, path: Path) -> list[Block]:
     blocks: list[Block] = [
         experts_table(plan.expert_plan, title) if plan.expert_plan.layers else Text(title)
     ]
-    for step in plan.steps:
-        if step.decision is not None:
-            blocks += make_step(step.name, step.options).step().describe(step.to_dict())
+    for section in sections(plan):
+        blocks += section.shown()
     if len(plan.steps) > 1:
         blocks.append(Text(f"Steps: {', '.join(step.name for step in plan.steps)}"))
     return blocks
@@ -42,10 +41,8 @@ def outcome_blocks(outcome: Outcome) -> list[Block]:
     blocks: list[Block] = [
         size_table(f"Compressed by {outcome.strategy}" if decided else "Done", outcome.sizes())
     ]
-    for step in outcome.plan.steps:
-        # not undone by later steps
-        if step.name != QUANTIZE or step.to_dict() == outcome.quantized:
-            blocks += make_step(step.name, step.options).step().describe(step.to_dict())
+    for section in outcome.sections:
+        blocks += section.shown()
     if outcome.heldout is not None:
         blocks += heldout_blocks(outcome.heldout)
     for label, value in facts(outcome, "terminal").pairs:
