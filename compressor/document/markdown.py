@@ -82,6 +82,7 @@ def filled(template: str, images: Mapping[str, str], **values: Any) -> str:
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=shown
     )
+    environment.globals["Listing"] = blocks.Listing
     environment.filters["raw"] = lambda words: Markup(one_line(words))
     text = environment.from_string(template).render(values)
     return BLANK.sub("\n\n", text).strip("\n") + "\n"

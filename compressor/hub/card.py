@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME, Checkpoint, Size
 from compressor.data.sources import hub_id, read_blend, short_names
-from compressor.document.blocks import Block, Details, Link, Listing, Words
+from compressor.document.blocks import Block, Details, Link, Words
 from compressor.document.markdown import filled
 from compressor.document.picture import png
 from compressor.errors import CompressionError, without_tokens
@@ -24,7 +24,7 @@ from compressor.pipeline.formats import exports_in
 from compressor.pipeline.outcome import read_plan
 from compressor.quality_gate.report import card_metrics
 from compressor.quality_gate.verdict import GateResult
-from compressor.recipe.plan import KEPT_WHOLE, Source
+from compressor.recipe.plan import Source
 from compressor.recipe.recipe import RECIPE, recipe_of_plan, recipe_yaml
 from compressor.recipe.steps_plan import PRUNE, QUANTIZE, Plan
 from compressor.records import read_object
@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 CARD = "README.md"
 TASK = "text-generation"
+CAUSAL = "AutoModelForCausalLM"
 HUGGING_FACE = "https://huggingface.co"
 # the Hub's list (huggingface.co/docs/hub/repositories-licenses); it refuses a card with any other
 LISTED = """
@@ -108,9 +109,10 @@ def read_report(folder: Path, gate: GateResult | None = None) -> Report:
         )
     if outcome.gate is None:
         return outcome
-    named = {name: label(getattr(outcome.gate, name)) for name in ("base", "compressed")}
+    base, compressed = label(outcome.gate.base), label(outcome.gate.compressed)
     options = without_folders(outcome.gate.options)
-    return replace(outcome, gate=replace(outcome.gate, **named, options=options))
+    judged = replace(outcome.gate, base=base, compressed=compressed, options=options)
+    return replace(outcome, gate=judged)
 
 
 def stored_dtypes(folder: Path, outcome: Report) -> dict[str, int]:
@@ -179,22 +181,18 @@ def card_text(
     if base_model is not None:
         revision = "of a local copy" if source.revision is None else f"revision {source.revision}"
         base_words = Link(base_model, f"{HUGGING_FACE}/{base_model}"), f" ({revision})"
-    config = read_object(folder / "config.json")
     header = metadata(folder, outcome, repo_id, base_metadata(source, base, base_model), base_model)
-    if exports:
-        header.tags += [name for name, _ in exports.values()]
-    if not dtypes:
-        header.library_name = exports[""][0]
     exported = list[Block]()
-    for place, (_, exporter) in exports.items():
+    for place, (name, exporter) in exports.items():
         exported += exporter.card_blocks(folder / place, place, repo_id)
+        header.tags.append(name)
+        if not dtypes:
+            header.library_name = name
     drawn = {figure.name: figure for figure in figures(outcome, ("experts", "distillation"))}
     images = {name: f"images/{name}.png" for name in drawn}
-    recipe = recipe_text(outcome.plan)
-    became = list(page.experts(outcome.expert_plan))
-    architecture = (config.get("architectures") or ["AutoModelForCausalLM"])[0]
-    served = outcome.served
-    breaches = [] if served is None else advise(served).breaches
+    became = page.experts(outcome.expert_plan)
+    config = read_object(folder / "config.json")
+    model_class = (config.get("architectures") or [CAUSAL])[0]
     text = outcome.plan.calibration or {}
     # by domain where the default blend knows a source
     domains = {entry.source: entry.domain for entry in read_blend()}
@@ -208,33 +206,23 @@ def card_text(
         repo_id=repo_id,
         base=base_words,
         outcome=outcome,
-        plan=outcome.expert_plan,
-        fewer=outcome.strategy != KEPT_WHOLE,
         sizes=list(page.sizes(outcome)),
-        heldout=None if outcome.heldout is None else list(page.heldout(outcome)),
-        gate=None if outcome.gate is None else list(page.gate(outcome)),
-        figures={"experts": None, "distillation": None, **drawn},
-        recipe=None if recipe is None else Listing(recipe, "yaml"),
-        run=Listing(shlex.join(["moe-compress", "compress", RECIPE, "-o", name]), "bash"),
-        command=None if command is None else Listing(without_paths(command), "bash"),
+        heldout=list(page.heldout(outcome)) if outcome.heldout else [],
+        gate=list(page.gate(outcome)) if outcome.gate else [],
+        figures={"distillation": None, "experts": None, **drawn},
+        recipe=recipe_text(outcome.plan),
+        run=shlex.join(["moe-compress", "compress", RECIPE, "-o", name]),
+        command=without_paths(command or ""),
         facts=outcome_facts(outcome, "card"),
-        experts=[Details("Layer by layer", became)] if outcome.layers else became,
+        experts=Details("Layer by layer", became) if outcome.layers else list(became),
         dtypes=joined([f"{name} ({count:,} elements)" for name, count in dtypes.items()]),
-        model_class=architecture
-        if not architecture.endswith("ForCausalLM")
-        else "AutoModelForCausalLM",
+        model_class=CAUSAL if model_class.endswith("ForCausalLM") else model_class,
         has_tokenizer=(folder / "tokenizer_config.json").is_file(),
-        is_loop=served is not None and not served.aligned,
-        vllm_faults=[
-            breach.says
-            for breach in breaches
-            if breach.server == "vLLM" and breach.effect in ("fails", "wrong")
-        ],
+        breaches=advise(outcome.served).breaches if outcome.served else [],
         in_vllm=scheme_of(outcome) in (None, *FORMATS["vllm"]),
         exports=exported,
         text=joined([domains.get(source, short) for source, short in names]),
-        unread=", ".join(text.get("left_out", ())),
-        tuned=sorted({section.tuned for section in outcome.sections} - {""}),
+        unread=text.get("left_out", ()),
         quantization=config.get("quantization_config", {}).get("quant_method"),
         has_licence=header.get("license") is not None,
     )
