@@ -73,18 +73,13 @@ class Speed:
 
     def table(self) -> Table:
         """The figures and their ratios; how they were measured is the caption."""
-        memory = self.memory[1] / self.memory[0]
-        rows = [("memory", *map(human_bytes, map(int, self.memory)), f"{memory:.1%} of the base")]
-        for name, (base, output) in (("each new token", self.decode), ("prefill", self.prefill)):
-            rows.insert(
-                0,
-                (
-                    name,
-                    f"{1000 * base:.3g} ms",
-                    f"{1000 * output:.3g} ms",
-                    f"{base / output:.2f}x as fast",
-                ),
-            )
+        rows = []
+        for name, (base, output) in (("prefill", self.prefill), ("each new token", self.decode)):
+            times = f"{1000 * base:.3g} ms", f"{1000 * output:.3g} ms"
+            rows.append((name, *times, f"{base / output:.2f}x as fast"))
+        base, output = self.memory
+        sizes = human_bytes(int(base)), human_bytes(int(output))
+        rows.append(("memory", *sizes, f"{output / base:.1%} of the base"))
         caption = (
             f"Inference on this machine ({self.device}, {self.dtype}): stock transformers, one "
             f"sequence of {self.prompt_tokens:,} tokens and {self.new_tokens} new ones, medians of "
@@ -236,13 +231,12 @@ def _active(outcome: Outcome, model: OpenModel) -> tuple[int | None, int] | None
 def named(layers: Sequence[LayerReport]) -> tuple[LayerReport, ...]:
     """Return the layers with their names."""
     count = Counter(layer.plan.layer for layer in layers)
-    return tuple(
-        replace(
-            layer,
-            name=f"Layer {layer.plan.layer}" if count[layer.plan.layer] == 1 else layer.module,
-        )
-        for layer in layers
-    )
+    result = []
+    for layer in layers:
+        number = layer.plan.layer
+        name = f"Layer {number}" if count[number] == 1 else layer.module
+        result.append(replace(layer, name=name))
+    return tuple(result)
 
 
 def order(plan: LayerPlan) -> tuple[int, ...]:

@@ -54,14 +54,13 @@ from compressor.steps.dispositions import dispositions, experts_table, gone
 
 MADE_BY = "Made by moe-compress report from"  # by which a page is known again
 MOST_CELLS = 20_000  # of all layers' matrices as tables
-HUB_COLUMNS = (
+BECAME = "what became of it"
+HUB_COLUMNS = ("expert", BECAME, "influence", "its score", "AARV", "its score", "tokens")
+SHARE_COLUMNS = (
     "expert",
-    "what became of it",
-    "influence",
-    "its score",
-    "AARV",
-    "its score",
-    "tokens",
+    "routed tokens before",
+    BECAME,
+    "routed tokens of its slot after",
 )
 
 
@@ -121,16 +120,14 @@ def gate(data: Report) -> Sequence[Block]:
 
 def cost(data: Report) -> list[Block]:
     """Return seconds by phase, and the memory that the run held at its peak."""
-    peak = (
-        f"Peak memory: {human_bytes(data.peak_memory)}."
-        if data.peak_memory
-        else "The peak memory was not recorded."
-    )
-    phases = {name: seconds for name, seconds in data.seconds.items() if name != "total"}
+    peak = "The peak memory was not recorded."
+    if data.peak_memory:
+        peak = f"Peak memory: {human_bytes(data.peak_memory)}."
+    phases = dict(data.seconds)
+    phases.pop("total", None)
     if not phases:
         return [Text("No times were recorded."), Text(peak)]
-    total = sum(phases.values())
-    phases["all phases"] = total
+    phases["all phases"] = total = sum(phases.values())
     rows = [(name, f"{seconds:.2f}", share(seconds, total)) for name, seconds in phases.items()]
     return [Text(peak), Table("Seconds by phase", ("phase", "seconds", "share"), rows)]
 
@@ -165,8 +162,7 @@ def similarity(data: Report) -> Iterator[Block]:
     """Yield the groups of each layer, with the similarities in and between them."""
     yield from _unmeasured(data, "similarity", "similarity of experts")
     numbers = sum(layer.plan.experts**2 for layer in data.layers if layer.similarity)
-    with_matrices = numbers <= MOST_CELLS
-    if not with_matrices:
+    if numbers > MOST_CELLS:
         yield Text(
             "The matrices have too many numbers for tables; those of the groups are below.", "note"
         )
@@ -179,14 +175,13 @@ def similarity(data: Report) -> Iterator[Block]:
         for slot, group in enumerate(plan.groups):
             if len(group.members) > 1:
                 pairs = within(layer, group.members)
-                least = min(pairs, default=None)
-                figures = short(mean(pairs)), short(least)
-                rows.append((f"merged, slot {slot}", listed(group.members), *figures))
+                means = short(mean(pairs)), short(min(pairs, default=None))
+                rows.append((f"merged, slot {slot}", listed(group.members), *means))
         below: list[Block] = [Facts(decided.items())]
         if rows:
             columns = ("", "experts", "mean similarity", "least similarity")
             below.append(Table(f"{layer.name}: groups", columns, rows, {"experts"}))
-        if with_matrices and layer.similarity is not None:
+        if numbers <= MOST_CELLS and layer.similarity is not None:
             caption = f"{layer.name}: {layer.similarity_label or 'similarity'}"
             matrix = []
             for number, values in enumerate(layer.similarity):
@@ -202,12 +197,12 @@ def similarity(data: Report) -> Iterator[Block]:
 def _unmeasured(data: Report, field: str, what: str) -> list[Block]:
     """Return where the page says what it takes to measure what no layer has; nothing if a layer has
     it."""
-    if not data.layers or any(getattr(layer, field) for layer in data.layers):
+    if not data.layers or any(getattr(layer, field) is not None for layer in data.layers):
         return []
-    remedy = (
-        ("; ", Link("what is missing", "#done"), " says what it takes.") if data.missing else (".",)
-    )
-    return [Text((f"The {what} was not measured", *remedy))]
+    remedy: Words = "."
+    if data.missing:
+        remedy = "; ", Link("what is missing", "#done"), " says what it takes."
+    return [Text((f"The {what} was not measured", remedy))]
 
 
 def visits(data: Report) -> Iterator[Block]:
@@ -216,28 +211,21 @@ def visits(data: Report) -> Iterator[Block]:
     yield from _unmeasured(data, "visits_before", "share of tokens")
     rows = []
     details = []
-    columns = (
-        "expert",
-        "routed tokens before",
-        "what became of it",
-        "routed tokens of its slot after",
-    )
     for layer in data.layers:
         before, after = layer.visits_before or (), layer.visits_after or ()
         if not (before or after):
             continue
         busiest = [short(len(shares) * max(shares, default=0)) for shares in (before, after)]
         rows.append((layer.name, *busiest))
-        slots = layer.plan.remap()
         experts = []
-        for expert, became in enumerate(dispositions(layer.plan, layer.protected)):
-            share_before = percent(before[expert]) if before else "-"
-            is_kept = after and slots[expert] >= 0
-            share_after = percent(after[slots[expert]]) if is_kept else "-"
-            experts.append((str(expert), share_before, became, share_after))
-        table = Table(f"{layer.name}: routed tokens", columns, experts, {columns[2]})
+        became = dispositions(layer.plan, layer.protected)
+        for expert, slot in enumerate(layer.plan.remap()):
+            share_before = percent(before[expert] if before else None)
+            share_after = percent(after[slot] if after and slot >= 0 else None)
+            experts.append((str(expert), share_before, became[expert], share_after))
+        table = Table(f"{layer.name}: routed tokens", SHARE_COLUMNS, experts, SHARE_COLUMNS[2:3])
         summary = (Strong(layer.name), " ", Note("shares of experts and slots"))
-        details.append(Details(summary, (table,)))
+        details.append(Details(summary, [table]))
     if rows:
         yield Table("Tokens of the busiest expert by the mean", ("", "before", "after"), rows)
     yield from details
@@ -245,17 +233,15 @@ def visits(data: Report) -> Iterator[Block]:
 
 def errors(data: Report) -> Iterator[Block]:
     """Yield each layer's errors as numbers."""
-    fields = []
-    for name in ERRORS:
-        if any(getattr(layer, name) is not None for layer in data.layers):
-            fields.append(name)
-    if "error" not in fields:
-        yield from _unmeasured(data, "error", "reconstruction error")
-    if fields:
-        rows = []
-        for layer in data.layers:
-            rows.append((layer.name, *(short(getattr(layer, name), 4) for name in fields)))
-        yield Table("Errors by layer", ("", *(ERRORS[name] for name in fields)), rows)
+    yield from _unmeasured(data, "error", "reconstruction error")
+    columns = {"": [layer.name for layer in data.layers]}
+    for field, label in ERRORS.items():
+        values = [getattr(layer, field) for layer in data.layers]
+        if any(value is not None for value in values):
+            columns[label] = [short(value, 4) for value in values]
+    if len(columns) > 1:
+        rows = list(zip(*columns.values(), strict=True))
+        yield Table("Errors by layer", tuple(columns), rows)
 
 
 def hubs(data: Report) -> list[Block]:
@@ -271,7 +257,7 @@ def hubs(data: Report) -> list[Block]:
         rows.append((hub.label, disposition, *map(short, figures), percent(hub.share)))
     if not rows:
         return [Text("None: no hubs were named to this report.")]
-    return [Table("Routing hubs", HUB_COLUMNS, rows, {"what became of it"})]
+    return [Table("Routing hubs", HUB_COLUMNS, rows, {BECAME})]
 
 
 SECTIONS: Sequence[tuple[str, str, str | None, Callable[[Report], Iterable[Block]]]] = (

@@ -125,5 +125,6 @@ class QuantizeStep(Step[Quantize]):
             f"Quantised {what}{before} to {options.scheme} by {how}: {groups}, "
             f"{plan['bits']:.3g} bits a weight, stored as {plan['format']}, a format that "
             f"{servers} read (not tried here)",
+            ways=[f"quantisation to {options.scheme}"],
             limits=limits,
         )
