@@ -82,6 +82,8 @@ def verify_folder(folder: Path) -> VerifiedFolder:
             "one"
         )
     refuse_links(folder)
+    for name in entry_points.names(entry_points.EXPORTERS):
+        refuse_link(folder / name, folder)
     export_name, export = exports.pop("", ("", None))
     if export is not None:
         exports = {}
@@ -112,7 +114,6 @@ def verify_folder(folder: Path) -> VerifiedFolder:
     files = belonging(folder, weights)
     for place, (_, exporter) in exports.items():
         inside = folder / place
-        refuse_link(inside, folder)
         refuse_links(inside)
         checked_files = exporter.check_export(inside)
         for name, path in belonging(inside, checked_files).items():

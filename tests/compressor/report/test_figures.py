@@ -82,7 +82,7 @@ def test_every_expert_has_one_disposition_and_layers_are_told_apart() -> None:
     found = dispositions(each.plan, each.protected)
     names = [each.name for each in named([layer(0), layer(0, module="vision.0"), layer(1)])]
     assert names == ["model.layers.0.mlp.experts", "vision.0", "Layer 1"]
-    assert sorted(found) == list(range(16)) and found[15] == "dropped" and found[11] == "protected as slot 11"
+    assert len(found) == 16 and found[15] == "dropped" and found[11] == "protected as slot 11"
     assert found[0] == found[12] == "merged into slot 0" and found[5] == "kept as slot 5"
     assert found[4] == "rescaled as slot 4"
     assert all_dispositions([each.plan] * 2) == "16 experts kept, 2 rescaled, 12 merged into 6 and 2 dropped"
