@@ -35,7 +35,6 @@ def facts(outcome: Outcome, view: str) -> Facts:
     add("Experts per MoE layer", counts)
     add("MoE layers", f"{len(layers):,}" if layers else "")
     for section in outcome.sections:
-        add(section.name.capitalize(), section.summary, ("page",))
         for name, value in section.facts.items():
             add(name, value)
     add("Computed in", plan.dtype)
