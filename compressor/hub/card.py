@@ -207,7 +207,7 @@ def card_text(
         base=base_words,
         outcome=outcome,
         sizes=list(page.sizes(outcome)),
-        heldout=list(page.heldout(outcome)) if outcome.heldout else [],
+        heldout=list(page.heldout(outcome)),
         gate=list(page.gate(outcome)) if outcome.gate else [],
         figures={"distillation": None, "experts": None, **drawn},
         recipe=recipe_text(outcome.plan),

@@ -46,21 +46,21 @@ class SizeRow(NamedTuple):
     """A size before and after."""
 
     name: str
-    before: int | None  # None: not known
+    before: int  # 0: not known
     after: int
     show: Callable[[float], str]  # for people
 
     @property
     def left(self) -> str:
         """The remaining share, in percent."""
-        return share(self.after, self.before or 0)
+        return share(self.after, self.before)
 
 
 def size_rows(
     experts: tuple[int, int],
     before: Size,
     after: Size,
-    active: tuple[int | None, int] | None = None,
+    active: tuple[int, int] | None = None,
 ) -> list[SizeRow]:
     """Return experts of a layer, parameters, bytes and, where known, active parameters."""
     rows = [
@@ -78,11 +78,9 @@ def size_table(title: str, rows: Sequence[SizeRow], exactly: bool = False) -> Ta
     if exactly:
         columns += ["before, exactly", "after, exactly"]
     for row in rows:
-        shown, digits = "-", "-"
-        if row.before is not None:
-            shown, digits = row.show(row.before), f"{row.before:,}"
+        before = (row.show(row.before), f"{row.before:,}") if row.before else ("-", "-")
         left = "" if row is rows[0] and not exactly else row.left
-        line = (row.name, shown, row.show(row.after), left, digits, f"{row.after:,}")
+        line = (row.name, before[0], row.show(row.after), left, before[1], f"{row.after:,}")
         lines.append(line[: len(columns)])
     return Table(title, columns, lines)
 

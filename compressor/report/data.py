@@ -133,7 +133,7 @@ class Report(Outcome):
     speed: Speed | None = None
     # parameters that a token uses, before and after, and the output as servers see it; None where
     # the stock model isn't known, or where only an export lies
-    active: tuple[int | None, int] | None = None
+    active: tuple[int, int] | None = None
     served: Served | None = None
 
     def sizes(self) -> list[SizeRow]:
@@ -213,19 +213,18 @@ def report_data(
     )
 
 
-def _active(outcome: Outcome, model: OpenModel) -> tuple[int | None, int] | None:
-    """Return active parameters of base and output; of the base only if its top-k is the same."""
+def _active(outcome: Outcome, model: OpenModel) -> tuple[int, int] | None:
+    """Return active parameters of base and output; 0 of a base with another top-k."""
     plan = outcome.expert_plan
     layers = model.architecture.layers
     if {layer.name for layer in layers} != {layer.module for layer in plan.layers}:
         return None
-    parameters = outcome.after.parameters
-    after = active_parameters(model, model.architecture.experts, parameters)
-    before = None
-    if plan.top_k is None:
-        parameters = outcome.before.parameters
-        before = active_parameters(model, plan.layers[0].experts, parameters)
-    return None if after is None else (before, after)
+    experts = plan.layers[0].experts
+    before = active_parameters(model, experts, outcome.before.parameters)
+    after = active_parameters(model, model.architecture.experts, outcome.after.parameters)
+    if before is None or after is None:
+        return None
+    return before if plan.top_k is None else 0, after
 
 
 def named(layers: Sequence[LayerReport]) -> tuple[LayerReport, ...]:

@@ -34,7 +34,6 @@ from compressor.files import check_folder, check_parent, is_page, write_file, wr
 from compressor.formatting import (
     counted,
     human_bytes,
-    human_count,
     joined,
     listed,
     percent,
@@ -309,15 +308,9 @@ def page(data: Report, drawn: Sequence[Figure]) -> str:
     top = f"top {data.top_k}" if data.layers else ""
     shown: list[tuple[str, Words, str]] = [
         ("Experts per layer", f"{data.experts_before} → {data.experts_after}", top),
-        (
-            "Parameters",
-            human_count(data.after.parameters),
-            f"{parameters.left} of {human_count(data.before.parameters)}",
-        ),
-        (
-            "Size on disk",
-            human_bytes(data.after.bytes),
-            f"{nbytes.left} of {human_bytes(data.before.bytes)}",
+        *(
+            (name, row.show(row.after), f"{row.left} of {row.show(row.before)}")
+            for name, row in (("Parameters", parameters), ("Size on disk", nbytes))
         ),
         ("Held-out loss", loss, compared),
         ("Layer error", short(mean(errors)), "mean over layers" if errors else "not measured"),

@@ -2,12 +2,14 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from compressor.document.blocks import Table
-from compressor.formatting import counted, joined, one_line, ranges
+from compressor.formatting import counted, joined, one_line, ranges, setting
 from compressor.recipe.plan import ExpertPlan, LayerPlan, correction_of
 from compressor.recipe.steps_plan import PlannedStep
+from compressor.steps.section import Section
 
 
 def dispositions(layer: LayerPlan, protected: Collection[int] = ()) -> list[str]:
@@ -83,18 +85,24 @@ def experts_table(plan: ExpertPlan, caption: str = "") -> Table:
     return Table(caption, columns, [[*cells.values()] for cells in rows], columns)
 
 
-def correction_in(planned: PlannedStep) -> Mapping[str, Any]:
-    """Return the options of the correction that a step made; none if it made none."""
+def with_reconstruction(
+    section: Section, planned: PlannedStep, layers: Sequence[LayerPlan]
+) -> Section:
+    """Return a step's section with the correction of its layers, and what that does not mean."""
     correct: Mapping[str, Any] = planned.options.get("correct") or {}
-    return correct if correct.get("method", "none") != "none" else {}
-
-
-def reconstruction_limit(correct: Mapping[str, Any], layers: Sequence[LayerPlan]) -> str:
-    """Return what a reconstruction did and does not mean."""
+    method = correct.get("method", "none")
+    if method == "none":
+        return replace(section, facts={**section.facts, "Reconstruction": "none"})
     better = sum(correction_of(layer).get("kept") not in (None, "none") for layer in layers)
-    return (
-        f"Reconstruction ({correct['method']}) refitted the remaining experts to each layer's base "
-        f"output on the calibration text and was kept in {better} of "
-        f"{counted(len(layers), 'layer')}; the errors before and after are those of single layers "
-        "and say nothing about accuracy."
+    limit = (
+        f"Reconstruction ({method}) refitted the remaining experts to each layer's base output on "
+        f"the calibration text and was kept in {better} of {counted(len(layers), 'layer')}; the "
+        "errors before and after are those of single layers and say nothing about accuracy."
+    )
+    return replace(
+        section,
+        ways=[*section.ways, "reconstruction"],
+        tuned="layers",
+        facts={**section.facts, "Reconstruction": setting(correct)},
+        limits=[limit, *section.limits],
     )

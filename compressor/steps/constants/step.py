@@ -21,7 +21,7 @@ from compressor.checkpoint.source import ModelSource
 from compressor.divergence.evaluator import FEWEST
 from compressor.divergence.logits import read_logits
 from compressor.errors import CompressionError
-from compressor.formatting import counted, setting, span
+from compressor.formatting import counted, span
 from compressor.model.constant_experts import (
     FIELD,
     NOT_STOCK,
@@ -56,14 +56,13 @@ from compressor.steps.constants.search import (
     refit,
     substitutes_of,
 )
-from compressor.steps.correct.options import NONE
 from compressor.steps.correct.sequential import (
     constants_key,
     correction_needs,
     refitted_substitution,
 )
 from compressor.steps.cutting import Conversion, CutFiles
-from compressor.steps.dispositions import correction_in, reconstruction_limit
+from compressor.steps.dispositions import with_reconstruction
 from compressor.steps.job import check_plan, files_with, left_out_of, stored_partial
 from compressor.steps.prune.planning import Planner, protected_experts
 from compressor.steps.prune.protection import given_protected, listed, with_list
@@ -214,23 +213,18 @@ class ConstantsStep(Step[Constants]):
         layers = plan.layers
         replaced = sum(len(layer.constants) for layer in layers)
         before = sum(layer.experts for layer in layers)
-        correct = correction_in(planned)
-        limits = [
-            "The format was checked by the tool's own forward: the written tensors give the logits "
-            "that the base gives with these constants."
-        ]
-        if correct:
-            limits.insert(0, reconstruction_limit(correct, layers))
-        return Section(
+        section = Section(
             self.name,
             f"Constants stand for {replaced:,} of the {before:,} experts of its "
             f"{counted(len(layers), 'MoE layer')}; {span(len(layer.groups) for layer in layers)} "
             f"stay in each (MoNE, arXiv:2507.00390), and the routers are whole; {NOT_STOCK}",
-            ways=[self.name, "reconstruction"] if correct else [self.name],
-            tuned="layers" if correct else "",
-            facts={"Reconstruction": setting(correct) if correct else NONE},
-            limits=limits,
+            ways=[self.name],
+            limits=[
+                "The format was checked by the tool's own forward: the written tensors give the "
+                "logits that the base gives with these constants."
+            ],
         )
+        return with_reconstruction(section, planned, layers)
 
     def write(self, state: State) -> OutputJob:
         """Refit constants and the experts that stay, if asked, and return how both are written.

@@ -9,12 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from compressor.document.blocks import Text, Words
+from compressor.document.blocks import Text
 from compressor.errors import CompressionError
 from compressor.formatting import counted, setting, span
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel, refuse_shared_experts, shared_experts
-from compressor.recipe.plan import ExpertPlan, describe_split
+from compressor.recipe.plan import ExpertPlan, describe_split, parts_of
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.step import StepOptions
 from compressor.recipe.steps_plan import PlannedStep
@@ -22,11 +22,7 @@ from compressor.statistics.statistics import ATTRIBUTED, OUTPUTS, WEIGHTS
 from compressor.steps.correct.options import NONE
 from compressor.steps.correct.sequential import correct, correction_needs
 from compressor.steps.cutting import CutFiles, through_model
-from compressor.steps.dispositions import (
-    all_dispositions,
-    correction_in,
-    reconstruction_limit,
-)
+from compressor.steps.dispositions import all_dispositions, with_reconstruction
 from compressor.steps.job import make_job, untouched
 from compressor.steps.layer_files import LayerFiles
 from compressor.steps.prune.options import Prune, protector_of
@@ -190,64 +186,46 @@ class PruneStep(Step[Prune]):
         """Describe how many experts stay and why, the split, protection and reconstruction."""
         plan = planned.expert_plan
         assert plan is not None
-        prune, split = self.options, plan.split
+        prune = self.options
         layers = plan.layers
         count = counted(len(layers), "MoE layer")
-        protected = sum(map(len, plan.protected.values()))
-        facts: dict[str, Words] = {}
-        blocks = []
-        if prune.keeps_all:
-            summary = f"All experts of its {count} stay"
-        else:
-            cited = prune.strategy
+        summary = f"All experts of its {count} stay"
+        facts = {"Sequential": "no"}
+        if not prune.keeps_all:
+            strategy = prune.strategy
             with suppress(CompressionError):  # it need not be installed here
-                cited += f" ({load_strategy(cited).summary.rstrip('.')})"
+                strategy += f" ({load_strategy(strategy).summary.rstrip('.')})"
             kept = span(len(layer.groups) for layer in layers)
             summary = (
                 f"{kept} instead of {span(layer.experts for layer in layers)} experts in each of "
-                f"its {count}: {all_dispositions(layers)}, by {cited}"
+                f"its {count}: {all_dispositions(layers)}, by {strategy}"
             )
             facts["Strategy"] = prune.strategy
-            options = {
-                name: value
-                for name, value in prune.options.items()
-                if not isinstance(value, Mapping)
-            }
-            if options:
-                facts["Options"] = setting(options)
+            options = prune.options.items()
+            plain = {name: value for name, value in options if not isinstance(value, Mapping)}
+            facts["Options"] = setting(plain) if plain else ""
         if plan.top_k is not None:
             summary += f"; a token is routed to {plan.top_k} of them"
-        if split:
-            blocks.append(Text(f"{split_sentence(split)}."))
-            experts = layers[0].experts
-            if split["parts"] > 1:
-                facts["Split"] = describe_split(split)
-                if plan.experts < experts:
-                    blocks.append(Text(kept_sentence(plan.experts, experts, split["parts"])))
-                elif prune.keeps_all:
-                    summary += "; sub-experts compute what theirs do, up to rounding"
-        if protected:
-            what = f"{counted(protected, 'protected expert')}, neither merged nor dropped"
-            blocks.append(Text(what))
-        correct = correction_in(planned)
-        facts["Reconstruction"] = setting(correct) if correct else NONE
-        facts["Sequential"] = "no"
         if prune.sequential:
             facts["Sequential"] = (
                 "each layer was planned on what the compressed earlier layers output"
             )
+        blocks = []
+        if plan.split:
+            blocks.append(Text(f"{split_sentence(plan.split)}."))
+            parts = parts_of(plan.split)
+            facts["Split"] = describe_split(plan.split) if parts > 1 else ""
+            if parts > 1 and plan.experts < layers[0].experts:
+                blocks.append(Text(kept_sentence(plan.experts, layers[0].experts, parts)))
+            elif parts > 1 and prune.keeps_all:
+                summary += "; sub-experts compute what theirs do, up to rounding"
+        protected = sum(map(len, plan.protected.values()))
+        if protected:
+            what = f"{counted(protected, 'protected expert')}, neither merged nor dropped"
+            blocks.append(Text(what))
         ways = [] if prune.keeps_all else [prune.strategy]
-        if correct:
-            ways.append("reconstruction")
-        return Section(
-            self.name,
-            summary,
-            ways=ways,
-            tuned="layers" if correct else "",
-            facts=facts,
-            blocks=blocks,
-            limits=[reconstruction_limit(correct, layers)] if correct else [],
-        )
+        section = Section(self.name, summary, ways=ways, facts=facts, blocks=blocks)
+        return with_reconstruction(section, planned, layers)
 
     def _sentences(self, view: OpenModel) -> tuple[str, ...]:
         """Return sentences on the split, before anything is read."""
