@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from compressor import entry_points
 from compressor.answers.lm_eval_run import identity
 from compressor.checkpoint.reader import (
     INDEX_NAME,
@@ -29,13 +28,12 @@ from compressor.model.constant_experts import SubstitutedCheckpoint, declared
 from compressor.model.mtp import written_heads
 from compressor.model.opened import open_substituted
 from compressor.model.verification import verify_checkpoint
-from compressor.pipeline.formats import exports_in
+from compressor.pipeline.formats import exports_in, published_formats
 from compressor.pipeline.outcome import read_plan
 from compressor.pipeline.verify import verify_against_base, verify_digests
 from compressor.quality_gate.report import read_gate
 from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.recipe import RECIPE
-from compressor.recipe.registry import load_exporter
 from compressor.records import read_object
 from compressor.run_record import COMPRESSION
 
@@ -82,7 +80,7 @@ def verify_folder(folder: Path) -> VerifiedFolder:
             "one"
         )
     refuse_links(folder)
-    for name in entry_points.names(entry_points.EXPORTERS):
+    for name, _ in published_formats():
         refuse_link(folder / name, folder)
     export_name, export = exports.pop("", ("", None))
     if export is not None:
@@ -248,8 +246,7 @@ def superseded(
     stale = {name for name in others if name == SUMS or WEIGHT_NAMES.fullmatch(name)}
     if weights_change:
         stale |= others & set(OF_THE_WEIGHTS)
-        for exporter in entry_points.names(entry_points.EXPORTERS):
-            known = getattr(load_exporter(exporter), "FILES", ())
-            if known and f"{exporter}/{known[-1]}" in names:
-                stale |= {name for name in others if name.startswith(f"{exporter}/")}
+        for export, exporter in published_formats():
+            if f"{export}/{exporter.FILES[-1]}" in names:
+                stale |= {name for name in others if name.startswith(f"{export}/")}
     return tuple(sorted(stale))

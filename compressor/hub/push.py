@@ -68,7 +68,6 @@ class PushSummary:
     left_out: tuple[str, ...]  # what lies in the folder and does not belong on the Hub
     message: str
     dry_run: bool
-    suggested: str | None = None  # the repository's name as the field would have it
 
     @property
     def changed(self) -> bool:
@@ -111,8 +110,6 @@ class PushSummary:
             )
         if self.tag is not None:
             lines.append(f"The commit {also} tagged {self.tag}.")
-        if self.dry_run and self.suggested not in (None, self.repo_id):
-            lines.append(f"As others name such models, it would be {self.suggested}.")
         if self.pull_request is not None:
             lines.append(f"Pull request: {self.pull_request}")
         return [*blocks, *map(Text, lines), Text(self.url)]
@@ -143,15 +140,8 @@ def push(
     the repository is not fit for it. A push that was interrupted goes on when called again."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-    namespace, slash, name = repo_id.partition("/")
-    suggested = suggested_name(Path(folder))
-    if slash and not name:
-        repo_id += suggested
-    elif not slash:
-        suggested = f"{namespace}/{suggested}"
-        raise CompressionError(
-            f"{repo_id!r} is no repository on the Hub; name it NAMESPACE/NAME, such as {suggested}"
-        )
+    if repo_id.endswith("/"):
+        repo_id += suggested_name(Path(folder))
     check_arguments(repo_id, revision, create_pr, message, tag)
     if base_model is not None and not is_hub_id(base_model):
         raise CompressionError(
@@ -274,7 +264,6 @@ def push(
         left_out=verified.left_out,
         message=title,
         dry_run=dry_run,
-        suggested=f"{namespace}/{suggested}",
     )
 
 
