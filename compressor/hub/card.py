@@ -6,7 +6,7 @@ import math
 import re
 import shlex
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -181,13 +181,14 @@ def card_text(
     if base_model is not None:
         revision = "of a local copy" if source.revision is None else f"revision {source.revision}"
         base_words = Link(base_model, f"{HUGGING_FACE}/{base_model}"), f" ({revision})"
-    header = metadata(folder, outcome, repo_id, base_metadata(source, base, base_model), base_model)
+    inherited = base_metadata(source, base, base_model)
+    formats = [name for name, _ in exports.values()]
+    header = metadata(folder, outcome, repo_id, inherited, base_model, formats)
+    if not dtypes:
+        header.library_name = formats[0]
     exported = list[Block]()
-    for place, (name, exporter) in exports.items():
+    for place, (_, exporter) in exports.items():
         exported += exporter.card_blocks(folder / place, place, repo_id)
-        header.tags.append(name)
-        if not dtypes:
-            header.library_name = name
     drawn = {figure.name: figure for figure in figures(outcome, ("experts", "distillation"))}
     images = {name: f"images/{name}.png" for name in drawn}
     became = page.experts(outcome.expert_plan)
@@ -358,9 +359,10 @@ def metadata(
     repo_id: str,
     base: Mapping[str, Any],
     repository: str | None,
+    formats: Sequence[str],
 ) -> "ModelCardData":
     """Return the card's metadata; `base` is that of the card of the base, which is the Hub's
-    `repository`, if any."""
+    `repository`, if any. `formats` are those of exports."""
     from huggingface_hub import ModelCardData
 
     plan = outcome.plan
@@ -374,6 +376,7 @@ def metadata(
         tags += ["pruned", "expert-pruning"]
     if outcome.quantized is not None:
         tags += ["compressed-tensors", str(scheme_of(outcome))]
+    tags += formats
     more = licence(base, folder, repository, plan.source.revision)
     if repository is not None:
         # "quantized" is for what was only rounded; unsaid, the Hub would guess that where it sees

@@ -235,18 +235,22 @@ def push(
                     )
                 )
             commit, pull_request = done.oid, done.pr_url
+            missing = []
             # the commit is made; that it cannot be listed yet is no fault of it
-            pushed = None
             with suppress(CompressionError):
-                pushed = repository.files(commit)
-            for name, addition in added.items() if pushed is not None else ():
+                there = repository.files(commit)
                 # a .gitignore there can keep a file out without a word
-                if hub.state_of(addition, pushed.get(name)) != "unchanged":
-                    raise CompressionError(
-                        f"{name} of the commit {commit[:12]} of {repo_id} is not the one that was "
-                        "pushed; look for a .gitignore there that keeps it out, and for other runs "
-                        "that change the folder here"
-                    )
+                missing = [
+                    name
+                    for name, addition in added.items()
+                    if hub.state_of(addition, there.get(name)) != "unchanged"
+                ]
+            if missing:
+                raise CompressionError(
+                    f"{missing[0]} of the commit {commit[:12]} of {repo_id} is not the one that "
+                    "was pushed; look for a .gitignore there that keeps it out, and for other runs "
+                    "that change the folder here"
+                )
         if tag is not None and tag not in tags:
             repository.ask(lambda: api.create_tag(repo_id, tag=tag, revision=commit or head))
     return PushSummary(
