@@ -203,7 +203,7 @@ def push(
     if not verified.export:
         stale = superseded(there, added, not verified.weights <= {*same})
     tags = {} if remote is None else remote.tags
-    if tag in tags and (changed or stale or tags[tag] != head):
+    if tag is not None and tag in tags and (changed or stale or tags[tag] != head):
         raise CompressionError(
             f"{repo_id} has a tag {tag!r} already, on the commit {tags[tag][:12]}, so nothing was "
             "pushed; name another tag, or delete that one on the Hub"
