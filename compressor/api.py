@@ -141,10 +141,15 @@ def compress(
     delivery = Delivery(Path(out), overwrite, device, progress, command)
     if recipe.output.push_to_hub is None or not ranks().is_first:
         return carry_out(recipe, delivery, announce)
+    from compressor.hub.card import warn_of_licence
     from compressor.hub.push import check_access, push_output
 
     # now rather than after hours of work
     check_access(recipe.output.push_to_hub, recipe.output.private)
+    if isinstance(recipe.model, str):
+        warn_of_licence(
+            recipe.base or recipe.model, recipe.base_revision if recipe.base else recipe.revision
+        )
     outcome = carry_out(recipe, delivery, announce)
     return replace(outcome, pushed=push_output(outcome, recipe.output))
 

@@ -353,6 +353,20 @@ def licence(
     return fields
 
 
+def warn_of_licence(model: str, revision: str | None) -> None:
+    """Say before a run what the card will make of a base's licence that the Hub's list lacks."""
+    folder = Path(model)
+    source = Source(model, revision, "")
+    base = base_metadata(source, folder) if folder.is_dir() else base_metadata(source, None, model)
+    fields = licence(base, folder, None, revision)
+    if fields.get("license_name") not in (None, base.get("license_name")):
+        name = fields["license_name"]
+        logger.warning(
+            "the Hub's list of licences lacks %r; the card will say other, with that as its name",
+            name,
+        )
+
+
 def metadata(
     folder: Path,
     outcome: Report,
