@@ -79,6 +79,12 @@ def listed(numbers: Iterable[int]) -> str:
     return ranges(numbers, comma=", ", none="none")
 
 
+def first_of(items: Sequence[object], most: int = 12) -> str:
+    """Return the first items, separated by spaces, and the number of the others; '-' for none."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return " ".join(map(str, items[:most])) + more or "-"
+
+
 def span(numbers: Iterable[int]) -> str:
     """Return the least and the greatest: '8 to 16', or '16' where all are the same."""
     ordered = sorted(set(numbers))

@@ -61,6 +61,7 @@ from compressor.steps.prune.similarity import (
     pairwise_distances,
     rbf_cka,
 )
+from compressor.steps.section import Section
 from compressor.steps.step import Requirements, Result, State, Step
 from compressor.steps.tensors import OutputJob
 from compressor.tolerance import FLOAT32, ROUNDING, SQUARED, exceeds, rounded, stable_argmin

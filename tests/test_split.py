@@ -13,10 +13,10 @@ import compressor
 from compressor.api import make_recipe
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
-from compressor.hub.card import introduction, read_facts, recipe_text
+from compressor.hub.card import card_text, recipe_text
 from compressor.model.opened import open_model
 from compressor.pipeline.compress import possible_counts
-from compressor.pipeline.outcome import Outcome
+from compressor.pipeline.outcome import Outcome, read_plan
 from compressor.recipe.recipe import make_step, on_text, read_recipe
 from compressor.recipe.step import TextOptions
 from compressor.steps.split.view import chosen_parts
@@ -156,13 +156,13 @@ def test_the_card_says_so_and_its_command_makes_the_same_again(
     if way == "pruned":
         asked = {"experts": 5, "split": 2, "top_k": 3, "strategy": "gated-mass"}
         compressor.compress("model", tmp_path / "out", **asked, **calibration(tmp_path))
-        wanted = "16 experts in each of its 2 MoE layers, after a split of each of 8 experts into 2 parts"
+        wanted = "16 experts in each of its 2 MoE layers"
     else:
         split(model, tmp_path / "out", 2, **({} if way == "weights" else {"text": data(tmp_path)}))
-        wanted = "of which all experts stay, after a split of each of 8 experts into 2 parts"
-    facts = read_facts(tmp_path / "out")
-    assert wanted in str(introduction(facts))
-    recipe = recipe_text(facts.outcome.plan)
+        wanted = "All experts of its 2 MoE layers stay; sub-experts compute what theirs do"
+    card = card_text(tmp_path / "out", "me/out").text
+    assert wanted in card and "- Split: each of 8 experts into 2 parts" in card
+    recipe = recipe_text(read_plan(tmp_path / "out"))
     assert recipe is not None
     (tmp_path / "recipe.yaml").write_text(recipe)
     done = run("compress", "recipe.yaml", "-o", "again")

@@ -4,15 +4,17 @@ jobs."""
 import html
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 from urllib.parse import quote
 
 from compressor.document import blocks
 from compressor.document.blocks import Block, Words, plain_words
-from compressor.formatting import readable
+from compressor.formatting import one_line, readable
 
 # underscores inside words mean nothing in Markdown
 SPECIAL = re.compile(r"[\\|*`<\[\]~&$#]|(?<![^\W_])_|_(?![^\W_])")
 AT_START = re.compile(r"^(\d*)([-+>=.)])")  # what would make a list or a quotation of a paragraph
+BLANK = re.compile(r"\n{3,}")
 NO_IMAGES: Mapping[str, str] = {}
 
 
@@ -59,7 +61,31 @@ def markdown(document: Iterable[Block], images: Mapping[str, str] = NO_IMAGES) -
             case blocks.Sides():
                 pass
         lines.append("")
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n") + "\n"
+    return BLANK.sub("\n\n", "\n".join(lines)).strip("\n") + "\n"
+
+
+def filled(template: str, images: Mapping[str, str], **values: Any) -> str:
+    """Fill a Markdown template of Jinja2: a block, or a list of blocks, is rendered, and words mean
+    nothing in Markdown but themselves, unless they are `raw`, as in a listing."""
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    def shown(value: Any) -> str:
+        if isinstance(value, Markup):
+            return value
+        if isinstance(value, list):
+            return markdown(value, images)
+        if isinstance(value, blocks.Block):
+            return markdown([value], images)
+        return "" if value is None else _words(value)
+
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=shown
+    )
+    environment.globals["Listing"] = blocks.Listing
+    environment.filters["raw"] = lambda words: Markup(one_line(words))
+    text = environment.from_string(template).render(values)
+    return BLANK.sub("\n\n", text).strip("\n") + "\n"
 
 
 def escaped(text: str) -> str:

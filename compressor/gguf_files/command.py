@@ -4,6 +4,7 @@ announces them."""
 import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,8 +107,8 @@ def _choices(flags: Mapping[str, Any], imatrix: Path | None) -> dict[str, Any]:
 def _show_summary(summary: "GgufSummary", as_json: bool) -> None:
     """Sizes before and after, what could not be checked, and where the files are."""
     from compressor.pipeline.outcome import size_rows, size_table
-    from compressor.recipe.document import protected_blocks_of
     from compressor.report.terminal import next_blocks
+    from compressor.steps.section import sections
 
     before, after = summary.before, summary.after
     content = {
@@ -127,7 +128,7 @@ def _show_summary(summary: "GgufSummary", as_json: bool) -> None:
         content,
         (
             size_table(f"Compressed by {summary.strategy}", rows),
-            *protected_blocks_of(summary.plan.expert_plan.protected),
+            *chain.from_iterable(section.shown() for section in sections(summary.plan)),
             *([Text(f"{summary.note}.")] if summary.note else []),
             Text(f"Written to {summary.out[0]}{files}"),
             *next_blocks([f"llama-server -m {shlex.quote(summary.out[0])}"]),

@@ -1,63 +1,38 @@
 """The model card of a compressed checkpoint, made of what was measured or recorded and of nothing
-else."""
+else; its text is the template card.md."""
 
 import logging
 import math
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME, Checkpoint, Size
-from compressor.checkpoint.source import ModelSource
 from compressor.data.sources import hub_id, read_blend, short_names
-from compressor.document.blocks import (
-    Block,
-    Code,
-    Details,
-    Heading,
-    Items,
-    Link,
-    Listing,
-    Text,
-    Words,
-)
-from compressor.document.markdown import markdown
+from compressor.document.blocks import Block, Details, Link, Words
+from compressor.document.markdown import filled
 from compressor.document.picture import png
 from compressor.errors import CompressionError, without_tokens
-from compressor.files import GRAPH
-from compressor.formatting import (
-    counted,
-    human_count,
-    joined,
-    label,
-    one_line,
-    share,
-    span,
-    without_paths,
-)
-from compressor.model.constant_experts import NOT_STOCK
-from compressor.model.opened import open_model, served_model, shared_experts
-from compressor.model.serving import Served, advise
+from compressor.formatting import joined, label, one_line, without_paths
+from compressor.model.serving import advise
+from compressor.pipeline.formats import exports_in
 from compressor.pipeline.outcome import read_plan
 from compressor.quality_gate.report import card_metrics
 from compressor.quality_gate.verdict import GateResult
-from compressor.recipe.document import changed, step_line
-from compressor.recipe.plan import KEPT_WHOLE, Source, correction_of, describe_split
+from compressor.recipe.plan import Source
 from compressor.recipe.recipe import RECIPE, recipe_of_plan, recipe_yaml
-from compressor.recipe.registry import load_exporter, load_strategy
 from compressor.recipe.steps_plan import PRUNE, QUANTIZE, Plan
 from compressor.records import read_object
 from compressor.report import page
-from compressor.report.data import Report, all_dispositions, report_data
+from compressor.report.data import Report, report_data
 from compressor.report.facts import facts as outcome_facts
 from compressor.report.figures import figures
 from compressor.run_record import COMPRESSION, read_record
-from compressor.steps.job import idle_parameters
 from compressor.steps.quantize.options import FORMATS
 
 if TYPE_CHECKING:
@@ -65,10 +40,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ONNX_RECORD = "onnx_export.json"
-ONNX_FOLDER = "onnx"
 CARD = "README.md"
 TASK = "text-generation"
+CAUSAL = "AutoModelForCausalLM"
 HUGGING_FACE = "https://huggingface.co"
 # the Hub's list (huggingface.co/docs/hub/repositories-licenses); it refuses a card with any other
 LISTED = """
@@ -111,37 +85,6 @@ llama : llama
 the|licen[cs]e|version|community|international|universal:
 """
 
-CARD_FIGURES = ("experts", "distillation")
-
-
-@dataclass(frozen=True, slots=True)
-class CardFacts:
-    """The facts of a checkpoint's card: the outcome in its folder, and the contents of its
-    files."""
-
-    folder: Path
-    outcome: Report
-    config: Mapping[str, Any]
-    graph: str | None  # the folder in it of an exported ONNX graph with its record, "" for itself
-    # stored elements by dtype; empty where only a graph lies
-    dtypes: Mapping[str, int] = field(default_factory=dict)
-    served: Served | None = None  # as servers see it; None where only a graph lies
-    # parameters less the experts that a token isn't routed to, before and after
-    active: tuple[int | None, int] | None = None
-    base_model: str | None = None  # on the Hub
-
-    @property
-    def strategies(self) -> tuple[str, ...]:
-        """The names of the strategies that chose experts, in the order of the steps."""
-        chosen = [step for step in self.outcome.plan.steps if step.expert_plan is not None]
-        return tuple(dict.fromkeys(step.options.get("strategy", step.name) for step in chosen))
-
-    @property
-    def scheme(self) -> str | None:
-        """The name of the numbers that weights were rounded to; None if none were."""
-        quantized = self.outcome.quantized
-        return quantized["options"].get("scheme", "int4") if quantized else None
-
 
 def without_folders(value: Any) -> Any:
     """Return a value of an option in which paths are names."""
@@ -152,9 +95,9 @@ def without_folders(value: Any) -> Any:
     return label(value) if isinstance(value, str) else value
 
 
-def read_facts(folder: Path, gate: GateResult | None = None) -> CardFacts:
-    """Return all that a card says, from the files in `folder`; raises `CompressionError` where they
-    disagree."""
+def read_report(folder: Path, gate: GateResult | None = None) -> Report:
+    """Return what an output's record says, without folders of this machine; raises
+    `CompressionError` where record and files disagree."""
     if not (folder / COMPRESSION).is_file():
         raise CompressionError(
             f"{folder} has no {COMPRESSION}, so nothing is known about how it was made; name an "
@@ -165,24 +108,19 @@ def read_facts(folder: Path, gate: GateResult | None = None) -> CardFacts:
         raise CompressionError(
             f"{folder / COMPRESSION}: its plan_digest is not its plan's; restore the file"
         )
-    if outcome.gate is not None:
-        base, compressed = label(outcome.gate.base), label(outcome.gate.compressed)
-        options = without_folders(outcome.gate.options)
-        outcome = replace(
-            outcome, gate=replace(outcome.gate, base=base, compressed=compressed, options=options)
-        )
-    config = read_object(folder / "config.json")
-    graphs = []
-    for inner in ("", ONNX_FOLDER):
-        if (folder / inner / GRAPH).is_file() and (folder / inner / ONNX_RECORD).is_file():
-            graphs.append(inner)
-    graph = graphs[0] if graphs else None
+    if outcome.gate is None:
+        return outcome
+    base, compressed = label(outcome.gate.base), label(outcome.gate.compressed)
+    options = without_folders(outcome.gate.options)
+    judged = replace(outcome.gate, base=base, compressed=compressed, options=options)
+    return replace(outcome, gate=judged)
+
+
+def stored_dtypes(folder: Path, outcome: Report) -> dict[str, int]:
+    """Return stored elements by dtype, none where only an export lies; raises `CompressionError`
+    where the weights are not those of the record."""
     if not any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)):
-        if graph != "":
-            raise CompressionError(
-                f"{folder} has neither {SINGLE_NAME} nor {GRAPH}; name an output of moe-compress"
-            )
-        return CardFacts(folder, outcome, config, graph)
+        return {}
     tensors = Checkpoint(folder).tensors.values()
     nbytes = Size.of(tensors).bytes
     # of packed weights, the record counts parameters that they stand for
@@ -194,25 +132,7 @@ def read_facts(folder: Path, gate: GateResult | None = None) -> CardFacts:
     dtypes = Counter[str]()
     for tensor in sorted(tensors, key=lambda tensor: tensor.dtype):
         dtypes[tensor.dtype] += math.prod(tensor.shape)
-    facts = CardFacts(folder, outcome, config, graph, dict(dtypes.most_common()))
-    try:
-        model = open_model(ModelSource(str(folder), None, folder), device="cpu")
-    except CompressionError:  # as for constants
-        return facts
-    facts = replace(facts, served=served_model(model))
-    plan = outcome.expert_plan
-    layers = model.architecture.layers
-    towers = {layer.decoder_layer.rstrip("0123456789") for layer in layers}
-    all_planned = {layer.name for layer in layers} == {layer.module for layer in plan.layers}
-    # where stored elements are not parameters of one expert, nothing is known
-    stored_singly = model.layout.regular and not model.layout.quantized
-    if not (all_planned and stored_singly) or len(towers) > 1 or shared_experts(model):
-        return facts
-    after = outcome.after.parameters - idle_parameters(model, model.architecture.experts)
-    before = None
-    if plan.top_k is None:  # the base's own
-        before = outcome.before.parameters - idle_parameters(model, plan.layers[0].experts)
-    return replace(facts, active=(before, after))
+    return dict(dtypes.most_common())
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,54 +161,77 @@ def card_text(
         raise CompressionError(
             f"{repo_id!r} is no name of a repository on the Hub; write it as owner/name"
         )
-    facts = read_facts(folder, gate)
-    data = facts.outcome
-    recorded = base_id(data.plan.source)
+    outcome = read_report(folder, gate)
+    dtypes = stored_dtypes(folder, outcome)
+    exports = {}
+    for place, (name, exporter) in exports_in(folder).items():
+        if all((folder / place / file).is_file() for file in exporter.FILES):
+            exports[place] = name, exporter
+    if not dtypes and "" not in exports:
+        raise CompressionError(
+            f"{folder} has neither {SINGLE_NAME} nor an export; name an output of moe-compress"
+        )
+    source = outcome.plan.source
+    recorded = base_id(source)
     if recorded is not None and base_model not in (None, recorded):
         raise CompressionError(
             f"{folder} was made from {recorded}, not {base_model}; leave --base-model out"
         )
-    facts = replace(facts, base_model=recorded or base_model)
+    base_model = recorded or base_model
+    base_words: Words = f'the local checkpoint "{label(source.model)}"'
+    if base_model is not None:
+        revision = "of a local copy" if source.revision is None else f"revision {source.revision}"
+        base_words = Link(base_model, f"{HUGGING_FACE}/{base_model}"), f" ({revision})"
+    inherited = base_metadata(source, base, base_model)
+    formats = [name for name, _ in exports.values()]
+    header = metadata(folder, outcome, repo_id, inherited, base_model, formats)
+    if not dtypes:
+        header.library_name = formats[0]
+    exported = list[Block]()
+    for place, (_, exporter) in exports.items():
+        exported += exporter.card_blocks(folder / place, place, repo_id)
+    drawn = {figure.name: figure for figure in figures(outcome, ("experts", "distillation"))}
+    images = {name: f"images/{name}.png" for name in drawn}
+    became = page.experts(outcome.expert_plan)
+    config = read_object(folder / "config.json")
+    model_class = (config.get("architectures") or [CAUSAL])[0]
+    text = outcome.plan.calibration or {}
+    # by domain where the default blend knows a source
+    domains = {entry.source: entry.domain for entry in read_blend()}
+    sources = [entry["source"] for entry in text.get("sources", [text] if text else [])]
+    names = zip(sources, short_names(sources), strict=True)
     name = repo_id.rpartition("/")[2]
-    drawn = {figure.name: figure for figure in figures(data, CARD_FIGURES)}
-    images = {figure: f"images/{figure}.png" for figure in drawn}
-    made: list[Block] = []
-    recipe = recipe_text(data.plan)
-    if recipe is None:
-        missing = "A step is not installed where this card was made"
-        made.append(Text(f"{missing}, so it has no recipe to repeat it."))
-    else:
-        note = (
-            "This recipe makes the same plan, all steps in one run. It is made from the plan, so "
-            "it has no edits by hand; local files and folders are in it by their names alone."
-        )
-        run = shlex.join(["moe-compress", "compress", RECIPE, "-o", name])
-        made += [Text(note), Listing(recipe, "yaml"), Listing(run, "bash")]
-    if command is not None:
-        made.append(Text("The last command that was run, in which paths are shortened to names:"))
-        made.append(Listing(without_paths(command), "bash"))
-    became = page.experts(data.expert_plan)
-    header = metadata(facts, repo_id, base_metadata(data.plan.source, base, base_model))
-    blocks: list[Block | None] = [
-        Heading(one_line(name), 1),
-        introduction(facts),
-        *comparison(facts),
-        drawn.get("distillation"),
-        Heading("How it was made"),
-        *made,
-        outcome_facts(data, "card"),
-        Text((Code("compression.json"), " holds the whole plan with its coefficients.")),
-        Heading("Experts"),
-        drawn.get("experts"),
-        Details("Layer by layer", became) if data.layers else became[0],
-        *loading(facts, repo_id),
-        Heading("Limits"),
-        Items(limits(facts, header.get("license") is not None)),
-    ]
-    text = markdown([block for block in blocks if block is not None], images)
-    text = without_tokens(f"---\n{header.to_yaml()}\n---\n\n{text}")
+    scheme = scheme_of(outcome)
+    body = filled(
+        files("compressor.hub").joinpath("card.md").read_text(encoding="utf-8"),
+        images,
+        name=one_line(name),
+        repo_id=repo_id,
+        base=base_words,
+        outcome=outcome,
+        sizes=list(page.sizes(outcome)),
+        heldout=list(page.heldout(outcome)),
+        gate=list(page.gate(outcome)) if outcome.gate else [],
+        figures={"distillation": None, "experts": None, **drawn},
+        recipe=recipe_text(outcome.plan),
+        run=shlex.join(["moe-compress", "compress", RECIPE, "-o", name]),
+        command=without_paths(command or ""),
+        facts=outcome_facts(outcome, "card"),
+        experts=Details("Layer by layer", became) if outcome.layers else list(became),
+        dtypes=joined([f"{name} ({count:,} elements)" for name, count in dtypes.items()]),
+        model_class=CAUSAL if model_class.endswith("ForCausalLM") else model_class,
+        has_tokenizer=(folder / "tokenizer_config.json").is_file(),
+        breaches=advise(outcome.served).breaches if outcome.served else [],
+        in_vllm=scheme is None or "vllm" in FORMATS[scheme].servers,
+        exports=exported,
+        text=joined([domains.get(source, short) for source, short in names]),
+        unread=text.get("left_out", ()),
+        quantization=config.get("quantization_config", {}).get("quant_method"),
+        has_licence=header.get("license") is not None,
+    )
+    body = without_tokens(f"---\n{header.to_yaml()}\n---\n\n{body}")
     pictures = {images[name]: png(figure.title, figure.drawings) for name, figure in drawn.items()}
-    return Card(text, pictures)
+    return Card(body, pictures)
 
 
 def known_here(folder: Path) -> dict[str, Any]:
@@ -321,189 +264,6 @@ def recipe_text(plan: Plan) -> str | None:
     return recipe_yaml(recipe).decode().rstrip()
 
 
-def introduction(facts: CardFacts) -> Text:
-    """Return what it is and what became of the base's experts, in one paragraph."""
-    outcome = facts.outcome
-    plan = outcome.expert_plan
-    source = outcome.plan.source
-    split = outcome.plan.split
-    base: Words = f'the local checkpoint "{label(source.model)}"'
-    if facts.base_model is not None:
-        name = facts.base_model
-        revision = "of a local copy" if source.revision is None else f"revision {source.revision}"
-        base = Link(name, f"{HUGGING_FACE}/{name}"), f" ({revision})"
-    count = counted(len(plan.layers), "MoE layer")
-    after_split = f", after a split of {describe_split(split)}" if split else ""
-    kind = " It is an ordinary checkpoint of its architecture"
-    if plan.has_constants:
-        kind = f" {NOT_STOCK[0].upper()}{NOT_STOCK[1:]}."
-        replaced = sum(len(layer.constants) for layer in plan.layers)
-        before = sum(layer.experts for layer in plan.layers)
-        what = (
-            f" in which constants stand for {replaced:,} of the {before:,} experts of its {count}; "
-            f"{span(len(layer.groups) for layer in plan.layers)} stay in each (MoNE, "
-            "arXiv:2507.00390). The routers are whole."
-        )
-    elif facts.outcome.strategy != KEPT_WHOLE:
-        kind += ", with fewer experts."
-        routed = f" A token is routed to {plan.top_k} of them." if plan.top_k is not None else ""
-        kept = span(len(layer.groups) for layer in plan.layers)
-        cited = []
-        for name in facts.strategies:
-            with suppress(CompressionError):  # it need not be installed here
-                name = f"{name} ({load_strategy(name).summary.rstrip('.')})"
-            cited.append(name)
-        what = (
-            f" with {kept} instead of {span(layer.experts for layer in plan.layers)} experts in "
-            f"each of its {count}{after_split}: {all_dispositions(plan.layers)}.{routed} Strategy: "
-            f"{', then '.join(cited)}."
-        )
-    else:
-        kind += "."
-        what = f", of which all experts stay{after_split}."
-        if split:
-            what += " The sub-experts compute what the base's experts do, up to rounding."
-    if outcome.quantized:
-        what += f" {step_line(outcome.quantized)}."
-        kind = ""
-    return Text(("This is ", base, f"{what} It was made with moe-compressor.{kind}"))
-
-
-def comparison(facts: CardFacts) -> list[Block]:
-    """Return base and compressed model, side by side."""
-    table = page.sizes(facts.outcome)
-    note = "Parameters are weights, in whatever format, without the scales of quantised ones."
-    if facts.active is not None:
-        before, after = facts.active
-        row = ["active parameters", "-", human_count(after), "-", "-", f"{after:,}"]
-        if before is not None:
-            row[1] = human_count(before)
-            row[3] = share(after, before)
-            row[4] = f"{before:,}"
-        table = replace(table, rows=(*table.rows, row))
-        note += " Active parameters are all but the experts that a token is not routed to."
-    blocks: list[Block] = [Heading("Before and after"), table, Text(note)]
-    if facts.outcome.heldout is not None:
-        blocks += page.heldout(facts.outcome)
-    if facts.outcome.gate is not None:
-        blocks += page.gate(facts.outcome)
-    return blocks
-
-
-def loading(facts: CardFacts, repo_id: str) -> list[Block]:
-    """Return how to load it, by what is there."""
-    outcome = facts.outcome
-    blocks: list[Block] = [Heading("How to load it")]
-    vllm = ""
-    if outcome.expert_plan.has_constants:
-        vllm = (
-            "In vLLM from 0.33 on, where it supports this architecture unquantised (not tested "
-            "with this checkpoint); "
-            "ask `moe-compress check` with --server whether it computes this model:"
-        )
-    elif facts.dtypes:
-        fault = outcome.loader_fault
-        if fault:
-            blocks.append(Text(f"{fault[0].upper()}{fault[1:]}."))
-        else:
-            name = (facts.config.get("architectures") or ["AutoModelForCausalLM"])[0]
-            model_class = "AutoModelForCausalLM" if name.endswith("ForCausalLM") else name
-            arguments = 'dtype="auto", device_map="auto"'
-            if facts.served is not None and not facts.served.aligned:
-                arguments += ', experts_implementation="eager"'
-            python = f"from transformers import {model_class}"
-            loaded = f'model = {model_class}.from_pretrained("{repo_id}", {arguments})'
-            if (facts.folder / "tokenizer_config.json").is_file():
-                python += ", AutoTokenizer"
-                loaded += f'\ntokenizer = AutoTokenizer.from_pretrained("{repo_id}")'
-            checked = (
-                "In transformers (names and shapes of all tensors were checked against the stock "
-                f"model of version {outcome.versions.get('transformers', 'unknown')}; "
-            )
-            packages: Words = " needs the package accelerate"
-            if outcome.quantized:
-                packages = packages, ", and the format ", Code("compressed-tensors")
-            blocks += [
-                Text((checked, Code("device_map"), packages, "):")),
-                Listing(f"{python}\n\n{loaded}", "python"),
-            ]
-        for breach in [] if facts.served is None else advise(facts.served).breaches:
-            if breach.server == "vLLM" and breach.effect in ("fails", "wrong"):
-                blocks.append(Text(f"vLLM {breach.says}."))
-        if facts.scheme is None or "vllm" in FORMATS[facts.scheme].servers:
-            vllm = "In vLLM, where it supports this architecture (not tested with this checkpoint):"
-    if vllm:
-        blocks += [Text(vllm), Listing(f"vllm serve {repo_id}", "bash")]
-    if facts.graph is not None:
-        folder = f"model/{facts.graph}" if facts.graph else "model"
-        shell = (
-            f'hf download {repo_id} --local-dir model\nmoe-compress generate {folder} "Once '
-            'upon a time"'
-        )
-        session = (
-            f'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{folder}/model.onnx")'
-        )
-        blocks += [
-            Text("In ONNX Runtime; or from the terminal, once the repository is downloaded:"),
-            Listing(shell, "bash"),
-            Listing(session, "python"),
-            *load_exporter("onnx").read_summary(facts.folder / facts.graph).describe(),
-        ]
-    return blocks
-
-
-def limits(facts: CardFacts, has_licence: bool) -> list[str]:
-    """Return what was not measured, and what the figures say nothing about; `has_licence` if the
-    card inherits one."""
-    outcome = facts.outcome
-    text = outcome.plan.calibration
-    sentences = ["Accuracy was measured on the tasks above and on nothing else."]
-    if outcome.gate is None:
-        sentences = [
-            "Accuracy was not measured: there is no gate result for these weights. Compare it with "
-            "the base on your own tasks before you use it."
-        ]
-    if text is not None:
-        # by domain where the default blend knows a source
-        domains = {entry.source: entry.domain for entry in read_blend()}
-        sources = [entry["source"] for entry in text.get("sources", [text])]
-        names = zip(sources, short_names(sources), strict=True)
-        named = joined([domains.get(source, name) for source, name in names])
-        sentences.append(
-            f"The calibration text was {named}; what experts do on other text did not count."
-        )
-        if text.get("left_out"):
-            sentences.append(f"Sources that could not be read: {', '.join(text['left_out'])}.")
-    elif outcome.layers:
-        sentences.append("No text was read to choose experts: weights alone decided.")
-    refitted = " ".join(_refitted(outcome))
-    if refitted:
-        sentences.append(refitted)
-    stored = joined([f"{name} ({count:,} elements)" for name, count in facts.dtypes.items()])
-    quantization = facts.config.get("quantization_config")
-    if not facts.dtypes:
-        sentences.append("There are no safetensors here, only the ONNX graph.")
-    elif quantization:
-        how = (
-            "were quantised by the step quantize"
-            if outcome.quantized
-            else "are quantised as the base's are"
-        )
-        sentences.append(f"The weights {how} ({quantization['quant_method']}), stored as {stored}.")
-    else:
-        sentences.append(f"The weights are not quantised; they are stored as {stored}.")
-    if facts.scheme == "fp8":
-        sentences.append("Servers round activations to FP8, too; what that costs was not measured.")
-    if outcome.expert_plan.has_constants:
-        sentences.append(
-            "The format was checked by the tool's own forward: the written tensors give the logits "
-            "that the base gives with these constants."
-        )
-    if not has_licence:
-        sentences.append("No licence was found in a card of the base; the base's own terms hold.")
-    return sentences
-
-
 def suggested_name(folder: Path) -> str:
     """Return the name that the field gives to a model like this one: `BASE-E96of128-W4A16`."""
     try:
@@ -520,46 +280,6 @@ def suggested_name(folder: Path) -> str:
         bits = scheme.removeprefix("int")
         name += f"-W{bits}A16" if bits.isdecimal() else f"-{scheme.upper()}"
     return re.sub(r"[^\w.-]+|[-.]{2,}", "-", name, flags=re.ASCII).strip("-.")
-
-
-def _refitted(outcome: Report) -> Iterator[str]:
-    """Yield what was refitted or trained, and what that leaves; a step that changed nothing does
-    not count."""
-    trained = {step["name"] for step in outcome.steps if changed(step)}
-    asked = [step.options.get("correct", {}).get("method", "none") for step in outcome.plan.steps]
-    methods = [method for method in asked if method != "none"]
-    if methods:
-        corrections = [correction_of(layer.plan) for layer in outcome.layers]
-        better = sum(figures.get("kept") not in (None, "none") for figures in corrections)
-        yield (
-            f"Reconstruction ({', then '.join(methods)}) refitted the remaining experts to each "
-            f"layer's base output on the calibration text and was kept in {better} of "
-            f"{counted(len(corrections), 'layer')}; the errors before and after are those of "
-            "single layers and say nothing about accuracy."
-        )
-    if "distill" in trained:
-        yield (
-            "Distillation trained the model end to end toward the base on text that its maker "
-            "chose; what the base "
-            "gets wrong, and what that text does not show, did not come closer to right."
-        )
-    elif "routers" in trained:
-        yield (
-            "Router calibration moved the routers alone toward the base's next token, on text "
-            "of its maker's."
-        )
-        for step in outcome.steps:
-            if (step.get("result") or {}).get("confirmed") is False:
-                yield (
-                    "It was forced (routers.accept: always): held-out text did not confirm that "
-                    "it is a gain."
-                )
-    elif methods:
-        yield "Nothing was fine-tuned end to end."
-    elif not trained:
-        yield "Nothing was refitted or fine-tuned" + (
-            " after experts were taken out." if outcome.layers else "."
-        )
 
 
 def is_hub_id(name: str) -> bool:
@@ -649,24 +369,31 @@ def warn_of_licence(model: str, revision: str | None) -> None:
         )
 
 
-def metadata(facts: CardFacts, repo_id: str, base: Mapping[str, Any]) -> "ModelCardData":
-    """Return the card's metadata; `base` is that of the base's card."""
+def metadata(
+    folder: Path,
+    outcome: Report,
+    repo_id: str,
+    base: Mapping[str, Any],
+    repository: str | None,
+    formats: Sequence[str],
+) -> "ModelCardData":
+    """Return the card's metadata; `base` is that of the card of the base, which is the Hub's
+    `repository`, if any. `formats` are those of exports."""
     from huggingface_hub import ModelCardData
 
-    outcome = facts.outcome
     plan = outcome.plan
     layers = outcome.expert_plan.layers
-    repository = facts.base_model
-    tags = ["moe", "moe-compressor", *facts.strategies]
+    chosen = [step for step in plan.steps if step.expert_plan is not None]
+    strategies = [step.options.get("strategy", step.name) for step in chosen]
+    tags = ["moe", "moe-compressor", *dict.fromkeys(strategies)]
     if any(layer.merged for layer in layers):
         tags += ["merged", "expert-merging"]
     if any(layer.dropped for layer in layers):
         tags += ["pruned", "expert-pruning"]
-    if facts.scheme is not None:
-        tags += ["compressed-tensors", facts.scheme]
-    if facts.graph is not None:
-        tags.append("onnx")
-    more = licence(base, facts.folder, repository, plan.source.revision)
+    if outcome.quantized is not None:
+        tags += ["compressed-tensors", str(scheme_of(outcome))]
+    tags += formats
+    more = licence(base, folder, repository, plan.source.revision)
     if repository is not None:
         # "quantized" is for what was only rounded; unsaid, the Hub would guess that where it sees
         # ONNX files
@@ -683,14 +410,19 @@ def metadata(facts: CardFacts, repo_id: str, base: Mapping[str, Any]) -> "ModelC
     languages = base.get("language") or []
     if not isinstance(languages, list):
         languages = [languages]
-    library = "vllm" if outcome.expert_plan.has_constants else "transformers"
     return ModelCardData(
         # YAML makes False of Norwegian
         language=["no" if entry is False else entry for entry in languages] or None,
         base_model=repository,
         datasets=list(data_sets) or None,
-        library_name=library if facts.dtypes else "onnx",
+        library_name="vllm" if outcome.expert_plan.has_constants else "transformers",
         pipeline_tag=base.get("pipeline_tag") or TASK,
         tags=tags,
         **more,
     )
+
+
+def scheme_of(outcome: Report) -> str | None:
+    """Return the name of the numbers that weights were rounded to; None if none were."""
+    step = outcome.quantized
+    return None if step is None else str(step.options.get("scheme", "int4"))

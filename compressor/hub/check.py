@@ -1,4 +1,4 @@
-"""Checks of a folder before it is pushed: its checkpoint or graph is verified anew, and a required
+"""Checks of a folder before it is pushed: its checkpoint or export is verified anew, and a required
 gate has passed.
 
 Also the files of it that belong on the Hub, none of them a link out of it, and those that an
@@ -6,10 +6,9 @@ earlier model left there."""
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from compressor.answers.models import identity
 from compressor.checkpoint.reader import (
@@ -22,14 +21,14 @@ from compressor.checkpoint.reader import (
     weights_head,
 )
 from compressor.checkpoint.source import ModelSource
-from compressor.errors import CompressionError, reason_of
-from compressor.extras import require
-from compressor.files import GOLDEN, GRAPH, SUMS, TEMPLATES
-from compressor.hub.card import CARD, ONNX_FOLDER, ONNX_RECORD
+from compressor.errors import CompressionError
+from compressor.files import GOLDEN, SUMS, TEMPLATES
+from compressor.hub.card import CARD
 from compressor.model.constant_experts import SubstitutedCheckpoint, declared
 from compressor.model.mtp import written_heads
 from compressor.model.opened import open_substituted
 from compressor.model.verification import verify_checkpoint
+from compressor.pipeline.formats import exports_in, published_formats
 from compressor.pipeline.outcome import read_plan
 from compressor.pipeline.verify import verify_against_base, verify_digests
 from compressor.quality_gate.report import read_gate
@@ -49,7 +48,6 @@ EVAL_RESULTS = ".eval_results/moe-compressor.yaml"
 OF_THE_WEIGHTS = ("compression.json", RECIPE, "gate.json", GOLDEN, EVAL_RESULTS)
 SHOWN = re.compile(r"!\[[^\]]*\]\(\s*<?([^)\s>]+)|<img\b[^>]*?\bsrc=[\"']([^\"']+)", re.IGNORECASE)
 WEIGHT_NAMES = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
-AGAIN = "export the checkpoint again with moe-compress export"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,7 @@ class VerifiedFolder:
     Hub."""
 
     folder: Path
-    is_graph: bool  # an ONNX export rather than a safetensors checkpoint
+    export: str  # the exporter whose output it is; '' for a safetensors checkpoint
     files: Mapping[str, Path]  # by path in the repository
     left_out: tuple[str, ...]
     weights: frozenset[str]
@@ -67,23 +65,27 @@ class VerifiedFolder:
 
 
 def verify_folder(folder: Path) -> VerifiedFolder:
-    """Check that a folder is a complete checkpoint or a verified ONNX export; raises
-    `CompressionError` if not."""
+    """Check that a folder is a complete checkpoint or a verified export; raises `CompressionError`
+    if not."""
     if not folder.is_dir():
         raise CompressionError(
-            f"{folder} is not a folder; name the folder of a checkpoint or of an ONNX export"
+            f"{folder} is not a folder; name the folder of a checkpoint or of an export"
         )
     has_weights = any((folder / name).exists() for name in (INDEX_NAME, SINGLE_NAME))
-    is_graph = (folder / ONNX_RECORD).exists() or ((folder / GRAPH).exists() and not has_weights)
-    if not (is_graph or has_weights or (folder / "config.json").exists()):
+    exports = exports_in(folder)
+    if not (exports or has_weights or (folder / "config.json").exists()):
         raise CompressionError(
             f"{folder} is neither a safetensors checkpoint (config.json with {SINGLE_NAME} or "
-            f"{INDEX_NAME}) nor an ONNX export ({GRAPH} with {ONNX_RECORD}), so nothing was "
-            "pushed; name the folder of one"
+            f"{INDEX_NAME}) nor an export that can be pushed, so nothing was; name the folder of "
+            "one"
         )
     refuse_links(folder)
-    if is_graph:
-        prefixes = _verify_graph(folder)
+    for name, _ in published_formats():
+        refuse_link(folder / name, folder)
+    export_name, export = exports.pop("", ("", None))
+    if export is not None:
+        exports = {}
+        prefixes = export.check_export(folder)
     else:
         # a checkpoint, one of ours by the experts that compression.json names
         experts = None
@@ -107,82 +109,22 @@ def verify_folder(folder: Path) -> VerifiedFolder:
         for name in sorted({info.file for info in checked.tensors.values()}):
             prefixes[name] = header_bytes(folder / name)
     weights = frozenset(prefixes)
-    files, inside = belonging(folder, weights), folder / ONNX_FOLDER
-    if inside.is_dir() and not is_graph:
-        refuse_link(inside, folder)
+    files = belonging(folder, weights)
+    for place, (_, exporter) in exports.items():
+        inside = folder / place
         refuse_links(inside)
-        graph = _verify_graph(inside)
-        files |= {f"{ONNX_FOLDER}/{name}": path for name, path in belonging(inside, graph).items()}
-        prefixes |= {f"{ONNX_FOLDER}/{name}": nbytes for name, nbytes in graph.items()}
+        checked_files = exporter.check_export(inside)
+        for name, path in belonging(inside, checked_files).items():
+            files[f"{place}/{name}"] = path
+        for name, nbytes in checked_files.items():
+            prefixes[f"{place}/{name}"] = nbytes
     # what lies openly in the folder and is not taken, sub-folders with a slash
     known = {name.split("/")[0] for name in files}
     left_out = []
     for path in sorted(folder.iterdir()):
         if path.name not in known and not path.name.startswith("."):
             left_out.append(f"{path.name}/" if path.is_dir() else path.name)
-    return VerifiedFolder(folder, is_graph, files, tuple(left_out), weights, prefixes)
-
-
-def _verify_graph(folder: Path) -> dict[str, int]:
-    """Check an ONNX export against its record, and that its weights are all there.
-
-    Returns its files with the bytes in them that are not weights: all of the graph itself, which
-    has names and notes."""
-    path = folder / GRAPH
-    for name in (GRAPH, ONNX_RECORD):
-        if not (folder / name).is_file():
-            raise CompressionError(
-                f"{folder} has no {name}, so it is no verified ONNX export; {AGAIN}"
-            )
-    record = read_object(folder / ONNX_RECORD)
-    verification = record.get("verification")
-    if not verification or verification["largest_difference"] > verification["tolerance"]:
-        what = f"{folder / ONNX_RECORD} does not say that the graph agrees with the stock model"
-        raise CompressionError(f"{what}; {AGAIN}")
-    require("onnx")
-    import onnx
-
-    ends = dict[str, int]()  # of the files beside the graph, where their last tensors end
-    try:
-        model = onnx.load(str(path), load_external_data=False)
-        for tensor in _tensors(model.graph):
-            entries = {entry.key: entry.value for entry in tensor.external_data}
-            if entries:
-                name = entries.get("location", "")
-                end = int(entries.get("offset", 0)) + int(entries.get("length", 0))
-                ends[name] = max(ends.get(name, 0), end)
-        for name, end in ends.items():
-            if not name or Path(name).name != name or name.startswith("."):
-                where = f"{path} keeps weights in {name!r}"
-                raise CompressionError(f"{where}, outside its folder or hidden; it is refused")
-            size = (folder / name).stat().st_size if (folder / name).is_file() else None
-            if size != end:
-                there = "is missing" if size is None else f"has {size} bytes"
-                raise CompressionError(
-                    f"{folder / name} {there}, {GRAPH} needs {end} bytes of weights there; {AGAIN}"
-                )
-        onnx.checker.check_model(str(path))
-    except CompressionError:
-        raise
-    except Exception as error:  # a class for each kind of fault
-        raise CompressionError(
-            f"{path} is no sound ONNX graph ({reason_of(error, 160)}); {AGAIN}"
-        ) from error
-    for kind, values in (("inputs", model.graph.input), ("outputs", model.graph.output)):
-        if [value.name for value in values] != record.get(kind):
-            raise CompressionError(
-                f"{path} does not have the {kind} that {ONNX_RECORD} names; {AGAIN}"
-            )
-    return {GRAPH: path.stat().st_size, **dict.fromkeys(ends, 0)}
-
-
-def _tensors(graph: Any) -> Iterator[Any]:
-    yield from graph.initializer
-    for node in graph.node:
-        for attribute in node.attribute:
-            yield attribute.t
-            if attribute.HasField("g"):
-                yield from _tensors(attribute.g)
+    return VerifiedFolder(folder, export_name, files, tuple(left_out), weights, prefixes)
 
 
 def refuse_altered(folder: Path, base: Path | None) -> None:
@@ -201,10 +143,10 @@ def refuse_altered(folder: Path, base: Path | None) -> None:
 
 def require_pass(verified: VerifiedFolder, path: Path) -> GateResult:
     """Return the result of a gate, which has to be a pass of exactly the model in this folder."""
-    if verified.is_graph:
+    if verified.export:
         raise CompressionError(
             "--require-gate is for safetensors checkpoints, which the gate judges; push the folder "
-            "that was judged, its graph goes with it from onnx/"
+            "that was judged, its exports go with it from their sub-folders"
         )
     result = read_gate(path)
     if result.verdict != "pass":
@@ -237,7 +179,7 @@ def require_pass(verified: VerifiedFolder, path: Path) -> GateResult:
 
 def default_message(verified: VerifiedFolder) -> str:
     """Return a commit's message: how the model was made, as far as compression.json tells."""
-    suffix = " as ONNX" if verified.is_graph else ""
+    suffix = f" as {verified.export.upper()}" if verified.export else ""
     try:
         plan = read_plan(verified.folder)
         expert_plan = plan.expert_plan
@@ -298,12 +240,13 @@ def superseded(
     one that is pushed.
 
     A `model.safetensors` there, say, would be loaded in place of new shards. What speaks of the
-    earlier weights (compression.json, recipe.yaml, gate.json, the graph in onnx/) goes when the
+    earlier weights (compression.json, recipe.yaml, gate.json, exports in sub-folders) goes when the
     weights change."""
     others = set(names) - set(pushed)
     stale = {name for name in others if name == SUMS or WEIGHT_NAMES.fullmatch(name)}
     if weights_change:
         stale |= others & set(OF_THE_WEIGHTS)
-        if f"{ONNX_FOLDER}/{ONNX_RECORD}" in names:
-            stale |= {name for name in others if name.startswith(f"{ONNX_FOLDER}/")}
+        for export, exporter in published_formats():
+            if f"{export}/{exporter.FILES[-1]}" in names:
+                stale |= {name for name in others if name.startswith(f"{export}/")}
     return tuple(sorted(stale))

@@ -6,9 +6,9 @@ The folder itself is only read; the card is written into the commit.
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,6 @@ class PushSummary:
     left_out: tuple[str, ...]  # what lies in the folder and does not belong on the Hub
     message: str
     dry_run: bool
-    suggested: str | None = None  # the repository's name as the field would have it
 
     @property
     def changed(self) -> bool:
@@ -111,8 +110,6 @@ class PushSummary:
             )
         if self.tag is not None:
             lines.append(f"The commit {also} tagged {self.tag}.")
-        if self.dry_run and self.suggested not in (None, self.repo_id):
-            lines.append(f"As others name such models, it would be {self.suggested}.")
         if self.pull_request is not None:
             lines.append(f"Pull request: {self.pull_request}")
         return [*blocks, *map(Text, lines), Text(self.url)]
@@ -143,15 +140,8 @@ def push(
     the repository is not fit for it. A push that was interrupted goes on when called again."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-    namespace, slash, name = repo_id.partition("/")
-    suggested = suggested_name(Path(folder))
-    if slash and not name:
-        repo_id += suggested
-    elif not slash:
-        suggested = f"{namespace}/{suggested}"
-        raise CompressionError(
-            f"{repo_id!r} is no repository on the Hub; name it NAMESPACE/NAME, such as {suggested}"
-        )
+    if repo_id.endswith("/"):
+        repo_id += suggested_name(Path(folder))
     check_arguments(repo_id, revision, create_pr, message, tag)
     if base_model is not None and not is_hub_id(base_model):
         raise CompressionError(
@@ -190,41 +180,44 @@ def push(
         if not dry_run:
             raise
         logger.warning("the Hub could not be asked what it has: %s", error)
-    summary = PushSummary(
-        repo_id=repo_id,
-        url=f"{api.endpoint}/{repo_id}" + (f"/tree/{branch}" if revision is not None else ""),
-        branch=branch,
-        create_pr=create_pr,
-        tag=tag,
-        left_out=verified.left_out,
-        message=title,
-        dry_run=dry_run,
-        suggested=f"{namespace}/{suggested}",
-    )
-    head, summary = _compare(summary, repository, verified, added, remote)
     if remote is not None:
         repository.refuse_public(remote, private)
-        if tag is not None and tag in remote.tags and (summary.changed or remote.tags[tag] != head):
-            raise CompressionError(
-                f"{repo_id} has a tag {tag!r} already, on the commit {remote.tags[tag][:12]}, so "
-                "nothing was pushed; name another tag, or delete that one on the Hub"
-            )
-    if not dry_run and remote is not None:
-        fresh = remote
-        if not remote.exists:  # a new repository begins with files of the Hub's own
+        if not (remote.exists or dry_run):  # a new repository begins with files of the Hub's own
             repository.ask(lambda: api.create_repo(repo_id, private=private, exist_ok=True))
-            fresh = repository.look_up()
-            repository.refuse_public(fresh, private)
-            head, summary = _compare(summary, repository, verified, added, fresh)
-        if branch not in fresh.branches and branch != hub.DEFAULT_BRANCH:
+            remote = repository.look_up()
+            repository.refuse_public(remote, private)
+    branches = {} if remote is None else remote.branches
+    # the commit of the branch, or of the one it will begin at
+    head = branches.get(branch, branches.get(hub.DEFAULT_BRANCH))
+    there = repository.files(head)
+    changed, same = list[PushedFile](), list[str]()
+    for name, addition in sorted(added.items()):
+        state: hub.State = "unknown"
+        if remote is not None:
+            state = hub.state_of(addition, there.get(name))
+        if state == "unchanged":
+            same.append(name)
+        else:
+            changed.append(PushedFile(name, addition.upload_info.size, state))
+    stale: Sequence[str] = ()
+    if not verified.export:
+        stale = superseded(there, added, not verified.weights <= {*same})
+    tags = {} if remote is None else remote.tags
+    if tag is not None and tag in tags and (changed or stale or tags[tag] != head):
+        raise CompressionError(
+            f"{repo_id} has a tag {tag!r} already, on the commit {tags[tag][:12]}, so nothing was "
+            "pushed; name another tag, or delete that one on the Hub"
+        )
+    commit = pull_request = None
+    if not dry_run and remote is not None:
+        if branch not in branches and branch != hub.DEFAULT_BRANCH:
             repository.ask(
                 lambda: api.create_branch(repo_id, branch=branch, revision=head, exist_ok=True)
             )
-        if summary.changed:
-            missing = []
+        if changed or stale:
             changes = [
-                *(added[file.path] for file in summary.uploaded),
-                *map(CommitOperationDelete, summary.removed),
+                *(added[file.path] for file in changed),
+                *map(CommitOperationDelete, stale),
             ]
             # The branch or a new pull request shows all changes at once or none of them;
             # `upload_folder` would make several commits, so that a branch could show half a model.
@@ -241,9 +234,11 @@ def push(
                         parent_commit=head,
                     )
                 )
+            commit, pull_request = done.oid, done.pr_url
+            missing = []
             # the commit is made; that it cannot be listed yet is no fault of it
             with suppress(CompressionError):
-                there = repository.files(done.oid)
+                there = repository.files(commit)
                 # a .gitignore there can keep a file out without a word
                 missing = [
                     name
@@ -252,16 +247,28 @@ def push(
                 ]
             if missing:
                 raise CompressionError(
-                    f"{missing[0]} of the commit {done.oid[:12]} of {repo_id} is not the one that "
+                    f"{missing[0]} of the commit {commit[:12]} of {repo_id} is not the one that "
                     "was pushed; look for a .gitignore there that keeps it out, and for other runs "
                     "that change the folder here"
                 )
-            summary = replace(summary, commit=done.oid, pull_request=done.pr_url)
-        if tag is not None and tag not in fresh.tags:
-            repository.ask(
-                lambda: api.create_tag(repo_id, tag=tag, revision=summary.commit or head)
-            )
-    return summary
+        if tag is not None and tag not in tags:
+            repository.ask(lambda: api.create_tag(repo_id, tag=tag, revision=commit or head))
+    return PushSummary(
+        repo_id=repo_id,
+        url=f"{api.endpoint}/{repo_id}" + (f"/tree/{branch}" if revision is not None else ""),
+        commit=commit,
+        branch=branch,
+        create_pr=create_pr,
+        pull_request=pull_request,
+        tag=tag,
+        uploaded=tuple(changed),
+        uploaded_bytes=sum(file.nbytes for file in changed),
+        unchanged=tuple(same),
+        removed=tuple(stale),
+        left_out=verified.left_out,
+        message=title,
+        dry_run=dry_run,
+    )
 
 
 def gate_warning(folder: Path) -> str | None:
@@ -364,28 +371,3 @@ def _staged(
         )
         return staged | {CARD: card.text.encode(), **card.pictures}
     return staged
-
-
-def _compare(
-    summary: PushSummary,
-    repository: hub.Repository,
-    verified: VerifiedFolder,
-    added: Mapping[str, Any],
-    remote: hub.Remote | None,
-) -> tuple[str | None, PushSummary]:
-    """Return the commit of the branch, or of the one it will begin at, and what differs; all where
-    nothing is known."""
-    branches = {} if remote is None else remote.branches
-    head = branches.get(summary.branch, branches.get(hub.DEFAULT_BRANCH))
-    there = repository.files(head)
-    files = []
-    for name, addition in sorted(added.items()):
-        state: hub.State = "unknown" if remote is None else hub.state_of(addition, there.get(name))
-        files.append(PushedFile(name, addition.upload_info.size, state))
-    same = tuple(file.path for file in files if file.state == "unchanged")
-    stale = () if verified.is_graph else superseded(there, added, not verified.weights <= {*same})
-    sent = tuple(file for file in files if file.state != "unchanged")
-    nbytes = sum(file.nbytes for file in sent)
-    return head, replace(
-        summary, uploaded=sent, uploaded_bytes=nbytes, unchanged=same, removed=stale
-    )

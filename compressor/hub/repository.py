@@ -133,25 +133,19 @@ def state_of(addition: Any, entry: Any) -> State:
     return "unchanged" if same else "changed"
 
 
-def hub_error(
-    repo_id: str, error: BaseException, passed: Container[int | None]
-) -> CompressionError | None:
+def hub_error(repo_id: str, error: Any, passed: Container[int | None]) -> CompressionError | None:
     """Return an exception of the Hub's client in a sentence, with its remedy; None at a status in
     `passed`, which is None if there was no answer."""
     # the client wraps the faults of an upload
-    chain, codes = list[BaseException](), list[int]()
-    cause: BaseException | None = error
-    while cause is not None:
-        chain.append(cause)
-        code = getattr(getattr(cause, "response", None), "status_code", None)
-        codes += [code] if isinstance(code, int) else []
-        cause = cause.__cause__ or cause.__context__
-    status = codes[0] if codes else None
+    chain = [error]
+    while chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(chain[-1].__cause__ or chain[-1].__context__)
+    answered = [each for each in chain if getattr(each, "response", None) is not None]
+    status = answered[0].response.status_code if answered else None
     if status in passed:
         return None
     # the Hub's own message, that of the exception with its answer, or that of the innermost one
     messages = [getattr(each, "server_message", None) for each in chain]
-    answered = [each for each in chain if getattr(each, "response", None) is not None]
     said = [Exception(message) for message in messages if message]
     reason = reason_of([*said, *answered, chain[-1]][0], MOST)
     if status == 403 and ROOM.search(reason):

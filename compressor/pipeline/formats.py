@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME
+from compressor.entry_points import EXPORTERS, working
 from compressor.errors import CompressionError, reason_of
 from compressor.files import lock_output, new_folder
 from compressor.progress import Progress
@@ -76,6 +78,25 @@ def export_checkpoint(
                 )
             record_request(fresh, key)
     return summary if read_summary is None else read_summary(output)
+
+
+def published_formats() -> list[tuple[str, Any]]:
+    """Return names and modules of the exporters whose exports can be pushed."""
+    loaded = working(EXPORTERS, lambda name: (name, load_exporter(name)))
+    return [(name, exporter) for name, exporter in loaded if hasattr(exporter, "FILES")]
+
+
+def exports_in(folder: Path) -> dict[str, tuple[str, Any]]:
+    """Return names and modules of exporters by the sub-folder, '' for the folder itself, in which
+    their exports lie; part of one counts, but not beside weights."""
+    has_weights = any((folder / name).exists() for name in (INDEX_NAME, SINGLE_NAME))
+    exports = {}
+    for name, exporter in published_formats():
+        for inner in ("", name):
+            known = [(folder / inner / file).exists() for file in exporter.FILES]
+            if any(known) and (known[-1] or inner or not has_weights):
+                exports[inner] = name, exporter
+    return exports
 
 
 def formats_of(recipe: Recipe) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 Terminal summary, `--json`, report and model card are made from it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,9 +23,10 @@ from compressor.quality_gate.domain_divergence import DomainDivergence
 from compressor.quality_gate.report import gate_of, read_gate
 from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.plan import ExpertPlan
-from compressor.recipe.steps_plan import QUANTIZE, Plan
+from compressor.recipe.steps_plan import QUANTIZE, Plan, PlannedStep
 from compressor.records import plain_json, read_as, read_json, read_object, readable_json
 from compressor.run_record import COMPRESSION, RunRecord, read_record, versions
+from compressor.steps.section import Section, sections
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +43,12 @@ Acceptance = Mapping[str, Mapping[str, Any]]
 
 
 class SizeRow(NamedTuple):
-    """A size before and after, exactly and for people."""
+    """A size before and after."""
 
     name: str
-    before: int
+    before: int  # 0: not known
     after: int
-    shown_before: str
-    shown_after: str
+    show: Callable[[float], str]  # for people
 
     @property
     def left(self) -> str:
@@ -56,15 +56,19 @@ class SizeRow(NamedTuple):
         return share(self.after, self.before)
 
 
-def size_rows(experts: tuple[int, int], before: Size, after: Size) -> list[SizeRow]:
-    """Return experts of a layer, parameters and bytes, before and after."""
-    parameters = (before.parameters, after.parameters)
-    nbytes = (before.bytes, after.bytes)
-    return [
-        SizeRow("experts per layer", *experts, *map(str, experts)),
-        SizeRow("parameters", *parameters, *map(human_count, parameters)),
-        SizeRow("bytes", *nbytes, *map(human_bytes, nbytes)),
+def size_rows(
+    experts: tuple[int, int],
+    before: Size,
+    after: Size,
+    active: tuple[int, int] | None = None,
+) -> list[SizeRow]:
+    """Return experts of a layer, parameters, bytes and, where known, active parameters."""
+    rows = [
+        SizeRow("experts per layer", *experts, str),
+        SizeRow("parameters", before.parameters, after.parameters, human_count),
+        SizeRow("bytes", before.bytes, after.bytes, human_bytes),
     ]
+    return rows if active is None else [*rows, SizeRow("active parameters", *active, human_count)]
 
 
 def size_table(title: str, rows: Sequence[SizeRow], exactly: bool = False) -> Table:
@@ -74,17 +78,11 @@ def size_table(title: str, rows: Sequence[SizeRow], exactly: bool = False) -> Ta
     if exactly:
         columns += ["before, exactly", "after, exactly"]
     for row in rows:
+        before = (row.show(row.before), f"{row.before:,}") if row.before else ("-", "-")
         left = "" if row is rows[0] and not exactly else row.left
-        line = (
-            row.name,
-            row.shown_before,
-            row.shown_after,
-            left,
-            f"{row.before:,}",
-            f"{row.after:,}",
-        )
+        line = (row.name, before[0], row.show(row.after), left, before[1], f"{row.after:,}")
         lines.append(line[: len(columns)])
-    return Table(title, tuple(columns), tuple(lines))
+    return Table(title, columns, lines)
 
 
 @dataclass(frozen=True)
@@ -143,10 +141,14 @@ class Outcome:
         return tuple(step.to_dict() for step in self.plan.steps if step.result is not None)
 
     @property
-    def quantized(self) -> dict[str, Any] | None:
-        """The entry of the step that quantised the weights; None if none did, or later ones changed
-        them."""
-        entries = [step.to_dict() for step in self.plan.of(QUANTIZE) if step.decision is not None]
+    def sections(self) -> list[Section]:
+        """What each step says, in order."""
+        return list(sections(self.plan, self.packed))
+
+    @property
+    def quantized(self) -> PlannedStep | None:
+        """The step that quantised the weights; None if none did, or later ones changed them."""
+        entries = [step for step in self.plan.of(QUANTIZE) if step.decision is not None]
         return entries[-1] if entries and self.packed else None
 
     def sizes(self) -> list[SizeRow]:
@@ -186,7 +188,7 @@ class Outcome:
                 for step in self.steps
             ],
         }
-        quantized = self.quantized
+        quantized = self.quantized.to_dict() if self.quantized else None
         more = {
             "acceptance": dict(self.acceptance),
             "heldout": self.heldout and plain_json(self.heldout),

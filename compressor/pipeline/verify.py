@@ -18,11 +18,10 @@ from compressor.checkpoint.reader import CONFIG, TORCH_DTYPES
 from compressor.checkpoint.source import ModelSource, find_model
 from compressor.document.blocks import Block, Facts, Table, Text, Toned
 from compressor.errors import CompressionError
-from compressor.formatting import listed, short
+from compressor.formatting import first_of, listed, short
 from compressor.model.constant_experts import SUFFIX, declared
 from compressor.model.opened import OpenModel, open_model, open_substituted
 from compressor.pipeline.outcome import read_plan
-from compressor.recipe.document import first_of
 from compressor.recipe.plan import LAYER_FACTS, ExpertPlan, Group, LayerPlan
 from compressor.recipe.recipe import MONE, recipe_of_plan
 from compressor.recipe.steps_plan import Plan

@@ -134,7 +134,12 @@ def load_exporter(name: str) -> Any:
     may have `Options` like a strategy's, and `require_packages()`, which raises
     `CompressionError` where an optional package is missing. `read_summary(output)`, if there is
     one, reads the summary of a finished output. With `PLANS = True` the command `export` hands it a
-    plan file, too."""
+    plan file, too.
+
+    An export can be pushed if the module names the `FILES` by which it is known, the last of them
+    its record, and has `check_export(output)`, which refuses a damaged one and returns its files
+    with the bytes in each that are not weights, and `card_blocks(output, place, repo_id)`, which
+    says how to load it."""
     module = load(EXPORTERS, name)
     if not callable(getattr(module, "export", None)):
         message = "it needs a function export(checkpoint, output, options, progress)"

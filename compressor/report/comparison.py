@@ -64,7 +64,7 @@ from compressor.steps.constants.step import refuse_model
 from compressor.steps.correct.options import Correct
 from compressor.steps.correct.sequential import LayerWork, compress_sequentially
 from compressor.steps.cutting import CutFiles
-from compressor.steps.job import idle_parameters, make_job, output_size
+from compressor.steps.job import active_parameters, make_job, output_size
 from compressor.steps.prune.options import Prune
 from compressor.steps.prune.planning import (
     Planned,
@@ -208,17 +208,20 @@ class _Bench:
     progress: Progress
     seed: int
     tasks: TaskRun | None
-    # by experts kept: stored, and idle parameters
-    sizes: dict[int, tuple[Size, int]] = field(default_factory=dict)
+    # by experts kept: stored, and active parameters
+    sizes: dict[int, tuple[Size, int | None]] = field(default_factory=dict)
 
     def variant(self, experts: int, stored: Size | None = None, **way: Any) -> Variant:
         """Return a variant of this size; its tensors are `stored`, by default those that stay with
         so many experts."""
         model = self.model
         if experts not in self.sizes:  # for which the smaller model is built
-            self.sizes[experts] = output_size(model, experts), idle_parameters(model, experts)
-        size, idle = self.sizes[experts]
-        size = stored or size
+            size = output_size(model, experts)
+            self.sizes[experts] = size, active_parameters(model, experts, size.parameters)
+        size, active = self.sizes[experts]
+        if stored is not None:
+            active = None if active is None else active + stored.parameters - size.parameters
+            size = stored
         layer = model.architecture.layers[0]
         return Variant(
             experts=experts,
@@ -227,7 +230,7 @@ class _Bench:
             bytes=size.bytes,
             split=layer.parts,
             top_k=model.top_k,
-            active=None if model.layout.quantized else size.parameters - idle,
+            active=active,
             **way,
         )
 

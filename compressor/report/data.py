@@ -5,22 +5,28 @@ Measurements on text come from `compressor.report.measuring`. E experts, N kept.
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import chain, combinations
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from compressor.checkpoint.source import ModelSource
 from compressor.document.blocks import Table
-from compressor.formatting import counted, human_bytes, joined, one_line, ranges
-from compressor.pipeline.outcome import Outcome, read_outcome
+from compressor.errors import CompressionError
+from compressor.formatting import counted, human_bytes
+from compressor.model.opened import OpenModel, open_model, served_model
+from compressor.model.serving import Served
+from compressor.pipeline.outcome import Outcome, SizeRow, read_outcome, size_rows
 from compressor.quality_gate.verdict import GateResult, gate_content
 from compressor.recipe.hubs import Hub, read_hubs
-from compressor.recipe.plan import ExpertPlan, LayerPlan, correction_of
+from compressor.recipe.plan import LayerPlan, correction_of
 from compressor.recipe.steps_plan import layer_to_dict
 from compressor.records import plain_json, read_as
 from compressor.run_record import read_record
+from compressor.steps.job import active_parameters
 
 FORMAT = "moe-compressor-report/3"
 ERRORS = {  # what a layer's fields are called
@@ -67,18 +73,13 @@ class Speed:
 
     def table(self) -> Table:
         """The figures and their ratios; how they were measured is the caption."""
-        memory = self.memory[1] / self.memory[0]
-        rows = [("memory", *map(human_bytes, map(int, self.memory)), f"{memory:.1%} of the base")]
-        for name, (base, output) in (("each new token", self.decode), ("prefill", self.prefill)):
-            rows.insert(
-                0,
-                (
-                    name,
-                    f"{1000 * base:.3g} ms",
-                    f"{1000 * output:.3g} ms",
-                    f"{base / output:.2f}x as fast",
-                ),
-            )
+        rows = []
+        for name, (base, output) in (("prefill", self.prefill), ("each new token", self.decode)):
+            times = f"{1000 * base:.3g} ms", f"{1000 * output:.3g} ms"
+            rows.append((name, *times, f"{base / output:.2f}x as fast"))
+        base, output = self.memory
+        sizes = human_bytes(int(base)), human_bytes(int(output))
+        rows.append(("memory", *sizes, f"{output / base:.1%} of the base"))
         caption = (
             f"Inference on this machine ({self.device}, {self.dtype}): stock transformers, one "
             f"sequence of {self.prompt_tokens:,} tokens and {self.new_tokens} new ones, medians of "
@@ -130,6 +131,14 @@ class Report(Outcome):
     measured_tokens: int = 0
     measured_text: str | None = None
     speed: Speed | None = None
+    # parameters that a token uses, before and after, and the output as servers see it; None where
+    # the stock model isn't known, or where only an export lies
+    active: tuple[int, int] | None = None
+    served: Served | None = None
+
+    def sizes(self) -> list[SizeRow]:
+        sizes = (self.experts_before, self.experts_after), self.before, self.after
+        return size_rows(*sizes, self.active)
 
     def to_json(self) -> str:
         """Return all of it as JSON."""
@@ -186,6 +195,11 @@ def report_data(
         measures = by_module.get(plan.module, LayerMeasures(plan.module))
         protected = tuple(outcome.expert_plan.protected.get(plan.module, ()))
         layers.append(LayerReport(**measures.fields(), plan=plan, protected=protected))
+    active = served = None
+    with suppress(CompressionError):  # as for constants
+        model = open_model(ModelSource(str(folder), None, folder), device="cpu")
+        served = served_model(model)
+        active = _active(outcome, model)
     return Report(
         **vars(outcome),
         layers=named(layers),
@@ -194,19 +208,34 @@ def report_data(
         measured_tokens=measured.tokens,
         measured_text=measured.text,
         speed=measured.speed or recorded,
+        active=active,
+        served=served,
     )
+
+
+def _active(outcome: Outcome, model: OpenModel) -> tuple[int, int] | None:
+    """Return active parameters of base and output; 0 of a base with another top-k."""
+    plan = outcome.expert_plan
+    layers = model.architecture.layers
+    if {layer.name for layer in layers} != {layer.module for layer in plan.layers}:
+        return None
+    experts = plan.layers[0].experts
+    before = active_parameters(model, experts, outcome.before.parameters)
+    after = active_parameters(model, model.architecture.experts, outcome.after.parameters)
+    if before is None or after is None:
+        return None
+    return before if plan.top_k is None else 0, after
 
 
 def named(layers: Sequence[LayerReport]) -> tuple[LayerReport, ...]:
     """Return the layers with their names."""
     count = Counter(layer.plan.layer for layer in layers)
-    return tuple(
-        replace(
-            layer,
-            name=f"Layer {layer.plan.layer}" if count[layer.plan.layer] == 1 else layer.module,
-        )
-        for layer in layers
-    )
+    result = []
+    for layer in layers:
+        number = layer.plan.layer
+        name = f"Layer {number}" if count[number] == 1 else layer.module
+        result.append(replace(layer, name=name))
+    return tuple(result)
 
 
 def order(plan: LayerPlan) -> tuple[int, ...]:
@@ -214,83 +243,6 @@ def order(plan: LayerPlan) -> tuple[int, ...]:
     dropped."""
     alone = (group.members for group in plan.groups if len(group.members) == 1)
     return tuple(chain(*sorted(plan.merged, key=len, reverse=True), *alone, plan.dropped))
-
-
-def dispositions(layer: LayerReport) -> dict[int, str]:
-    """Return what became of each expert, in words."""
-    became = dict.fromkeys(
-        range(layer.plan.experts), "replaced by a constant" if layer.plan.constants else "dropped"
-    )
-    for slot, group in enumerate(layer.plan.groups):
-        first = group.members[0]
-        if len(group.members) > 1:
-            words = f"merged into slot {slot}"
-        elif first in layer.protected:
-            words = f"protected as slot {slot}"
-        else:
-            words = f"{'kept' if group.untouched else 'rescaled'} as slot {slot}"
-        became.update(dict.fromkeys(group.members, words))
-    return became
-
-
-def gone(layers: Iterable[LayerPlan]) -> str:
-    """Return what became of experts that are in no group."""
-    return "replaced by constants" if any(layer.constants for layer in layers) else "dropped"
-
-
-def all_dispositions(layers: Sequence[LayerPlan]) -> str:
-    """Return '40 experts kept, 24 merged into 8 and 8 dropped': the experts of all layers."""
-    groups = [group for layer in layers for group in layer.groups]
-    merged = [group.members for group in groups if len(group.members) > 1]
-    kept = sum(group.untouched for group in groups)
-    rescaled = len(groups) - len(merged) - kept
-    lost = sum(len(layer.dropped) for layer in layers)
-    parts = [
-        (kept, f"{counted(kept, 'expert')} kept"),
-        (rescaled, f"{rescaled:,} rescaled"),
-        (len(merged), f"{sum(map(len, merged)):,} merged into {len(merged):,}"),
-        (lost, f"{lost:,} {gone(layers)}"),
-    ]
-    return joined([words for count, words in parts if count])
-
-
-def experts_table(plan: ExpertPlan, caption: str = "") -> Table:
-    """Return what became of each expert, a row for each layer; names of modules where a decoder
-    layer has several.
-
-    An expert that stands alone among the merged ones was rescaled.
-    """
-    count = Counter(layer.layer for layer in plan.layers)
-    rows = []
-    for layer in plan.layers:
-        changed = [
-            "+".join(map(str, sorted(group.members)))
-            for group in layer.groups
-            if not group.untouched
-        ]
-        cells = {
-            "layer": str(layer.layer)
-            if count[layer.layer] == 1
-            else f"{layer.layer} ({one_line(layer.module)})",
-            "experts": f"{layer.experts} → {len(layer.groups)}",
-            "kept": ranges(group.members[0] for group in layer.groups if group.untouched),
-            "merged": ", ".join(changed) or "-",
-            "constants" if plan.has_constants else "dropped": ranges(layer.dropped),
-        }
-        if plan.protected:
-            cells["protected"] = ranges(plan.protected.get(layer.module, ()))
-        cells["decided by"] = one_line(layer.decided_by or "-")
-        if any(map(correction_of, plan.layers)):
-            cells["held-out error"] = "-"
-            correction = correction_of(layer)
-            before, after = correction.get("heldout_error_before"), correction.get("heldout_error")
-            if before is not None and after is not None:
-                kept = correction.get("kept")
-                outcome = ", not corrected" if kept == "none" else f" to {after:.4g} ({kept})"
-                cells["held-out error"] = f"{before:.4g}{outcome}"
-        rows.append(cells)
-    columns = tuple(rows[0])
-    return Table(caption, columns, [[*cells.values()] for cells in rows], columns)
 
 
 def within(layer: LayerReport, group: Sequence[int] | None = None) -> list[float]:

@@ -1,14 +1,12 @@
-"""The facts of an outcome: each is defined here once, with the views that show it."""
+"""The facts of an outcome: each is defined here once, with the views that show it; those of a step
+are what its `describe` returns."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from compressor.document.blocks import Code, Facts, Items, Words
-from compressor.formatting import counted, human_bytes, label, setting, span
-from compressor.model.constant_experts import NOT_STOCK
+from compressor.formatting import counted, first_of, human_bytes, label, setting
 from compressor.model.serving import servers_in_words
 from compressor.pipeline.outcome import Outcome
-from compressor.recipe.document import first_of, step_line
-from compressor.recipe.plan import describe_split
 from compressor.run_record import versions
 
 # views
@@ -16,12 +14,14 @@ TERMINAL = ("terminal",)
 RECORD = ("page", "card")
 NOT_CARD = ("page", "terminal")
 EVERYWHERE = ("page", "card", "terminal")
+UNSHOWN = ("source", "sources", "sha256", "asked")  # of a text, beside its size
 
 
 def facts(outcome: Outcome, view: str) -> Facts:
     """Return the facts that a view shows, in the order in which they are read; models and files by
     name, without a machine's folders. An empty value is not shown."""
-    plan, experts = outcome.plan, outcome.expert_plan
+    plan = outcome.plan
+    layers = outcome.expert_plan.layers
     shown = list[tuple[str, Words | Items]]()
 
     def add(label: str, value: Words | Items, views: Collection[str] = RECORD) -> None:
@@ -30,29 +30,14 @@ def facts(outcome: Outcome, view: str) -> Facts:
 
     revision = f", revision {plan.source.revision}" if plan.source.revision else ""
     add("Base", f"{label(plan.source.model)}{revision}, fingerprint {plan.source.fingerprint}")
-    add("Strategy", outcome.strategy)
-    options = {
-        name: value
-        for name, value in plan.strategy_options.items()
-        if not isinstance(value, Mapping)
-    }
-    add("Options", setting(options) if options else "")
-    top = f", top {outcome.top_k}" if experts.layers else ""
+    top = f", top {outcome.top_k}" if layers else ""
     counts = f"{outcome.experts_before} before, {outcome.experts_after} after{top}"
     add("Experts per MoE layer", counts)
-    add("Split", describe_split(plan.split) if plan.split else "")
-    add("MoE layers", f"{len(experts.layers):,}" if experts.layers else "")
-    add("Reconstruction", setting(plan.correction) if plan.correction else "none")
-    for step in outcome.steps:
-        add(step["name"].capitalize(), step_line(step))
-    add("Quantize", step_line(outcome.quantized) if outcome.quantized else "")
-    sequential = "each layer was planned on what the compressed earlier layers output"
-    add("Sequential", sequential if plan.sequential else "no")
-    if experts.has_constants:
-        replaced = counted(sum(len(layer.constants) for layer in experts.layers), "expert")
-        remaining = span(len(layer.groups) for layer in experts.layers)
-        constants = f"for {replaced}; the layers keep {remaining} each; {NOT_STOCK}"
-        add("Constants", constants, NOT_CARD)
+    add("MoE layers", f"{len(layers):,}" if layers else "")
+    for section in outcome.sections:
+        for name, value in section.facts.items():
+            add(name, value)
+    add("Computed in", plan.dtype)
     texts = {"Calibration": plan.calibration}
     for planned in plan.steps:
         if planned.text is not None:
@@ -62,11 +47,7 @@ def facts(outcome: Outcome, view: str) -> Facts:
             chosen = " to choose experts" if outcome.steps else ""
             add(name, f"none; no text was read{chosen}")
             continue
-        size = {
-            key.replace("_", " "): text[key]
-            for key in text
-            if key not in ("source", "sources", "sha256", "asked")
-        }
+        size = {key.replace("_", " "): text[key] for key in text if key not in UNSHOWN}
         parts = [
             setting({**part, "source": label(part["source"])}) for part in text.get("sources", ())
         ]

@@ -22,17 +22,15 @@ from compressor.document.drawing import (
 )
 from compressor.document.picture import FONT, Drawing
 from compressor.formatting import counted, percent, readable, short
-from compressor.recipe.document import changed
 from compressor.report.data import (
     ERRORS,
     LayerReport,
     Report,
-    all_dispositions,
-    gone,
     order,
     within,
 )
-from compressor.steps.distill.step import evaluations
+from compressor.steps.dispositions import all_dispositions, gone
+from compressor.steps.section import is_changed
 
 if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
@@ -286,17 +284,15 @@ def visits(data: Report) -> Figure | None:
 
 def errors(data: Report) -> Figure | None:
     """Return dots of each layer's errors; None if no error is known."""
-    drawn: dict[str, list[float | None]] = {}
+    drawn = dict[str, Any]()  # an array for each kind of error, NaN where none is known
     alts = []
     for field in DRAWN_ERRORS:
-        errors = [getattr(layer, field) for layer in data.layers]
-        values = [None if error is None or not abs(error) < LARGEST else error for error in errors]
-        known = [value for value in values if value is not None]
-        if known:
-            alts.append(
-                f"{ERRORS[field].capitalize()}: from {short(min(known))} to {short(max(known))}."
-            )
-            drawn[field] = values
+        values = np.array([getattr(layer, field) for layer in data.layers], dtype=float)
+        known = values[abs(values) < LARGEST]
+        if known.size:
+            drawn[field] = np.where(abs(values) < LARGEST, values, math.nan)
+            least, most = short(float(known.min())), short(float(known.max()))
+            alts.append(f"{ERRORS[field].capitalize()}: from {least} to {most}.")
     if not drawn:
         return None
     rows = len(data.layers)
@@ -304,13 +300,9 @@ def errors(data: Report) -> Figure | None:
     def draw(canvas: "FigureBase") -> None:
         axes = canvas.subplots()
         for field, values in drawn.items():
-            known = np.array(values, dtype=float)  # None becomes NaN, which is not drawn
-            axes.plot(
-                known, range(rows), linestyle="none", label=ERRORS[field], **DRAWN_ERRORS[field]
-            )
-        scale = scale_axis(
-            axes, "x", [value for value in chain(*drawn.values()) if value is not None]
-        )
+            style = {"linestyle": "none", **DRAWN_ERRORS[field]}
+            axes.plot(values, range(rows), label=ERRORS[field], **style)
+        scale = scale_axis(axes, "x", np.concatenate([*drawn.values()]).tolist())
         axes.set_xlabel(f"‖y' - y‖² / ‖y‖², {scale}" if scale else "‖y' - y‖² / ‖y‖²")
         axes.set_ylim(rows - 0.5, -0.5)
         names = [readable(layer.name[-MOST_LETTERS:]) for layer in data.layers]
@@ -354,12 +346,13 @@ def distillation(data: Report) -> Figure | None:
         axes.grid(axis="y")
 
     drawings = []
-    for step in data.steps:
-        measured = {evaluation["step"]: float(evaluation["kl"]) for evaluation in evaluations(step)}
+    for step in data.plan.of("distill"):
+        curve = (step.result or {}).get("curve", ())
+        measured = {evaluation["step"]: float(evaluation["kl"]) for evaluation in curve}
         points = {number: value for number, value in measured.items() if abs(value) < LARGEST}
-        if step["name"] != "distill" or len(points) < 2:
+        if step.result is None or len(points) < 2:
             continue
-        best = step["result"]["best"] if changed(step) else None
+        best = step.result["best"] if is_changed(step) else None
         chosen = (
             "nothing was changed"
             if best is None

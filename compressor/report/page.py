@@ -7,6 +7,7 @@ The page and a folder of its figures as PNG each appear complete or not at all.
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from compressor.document import html
@@ -44,31 +45,21 @@ from compressor.pipeline.outcome import size_table
 from compressor.quality_gate.domain_divergence import heldout_blocks, overall_words
 from compressor.quality_gate.report import gate_blocks
 from compressor.quality_gate.verdict import SIGNS
-from compressor.recipe.document import changed, step_blocks, step_line
 from compressor.recipe.plan import ExpertPlan, correction_of
-from compressor.report.data import (
-    ERRORS,
-    Report,
-    dispositions,
-    experts_table,
-    gone,
-    mean,
-    within,
-)
+from compressor.report.data import ERRORS, Report, mean, within
 from compressor.report.facts import facts
 from compressor.report.figures import NAMES, figures
+from compressor.steps.dispositions import dispositions, experts_table, gone
 
-WAYS = {"routers": "router calibration", "distill": "distillation"}  # steps in words
 MADE_BY = "Made by moe-compress report from"  # by which a page is known again
 MOST_CELLS = 20_000  # of all layers' matrices as tables
-HUB_COLUMNS = (
+BECAME = "what became of it"
+HUB_COLUMNS = ("expert", BECAME, "influence", "its score", "AARV", "its score", "tokens")
+SHARE_COLUMNS = (
     "expert",
-    "what became of it",
-    "influence",
-    "its score",
-    "AARV",
-    "its score",
-    "tokens",
+    "routed tokens before",
+    BECAME,
+    "routed tokens of its slot after",
 )
 
 
@@ -86,27 +77,28 @@ def done(data: Report) -> Iterator[Block]:
         yield Items(data.missing)
 
 
-def steps(data: Report) -> list[Block]:
-    """Return what each step on the whole model did, in order."""
-    blocks = [block for step in data.steps for block in step_blocks(step)]
-    return blocks or [Text("No routers were calibrated, and nothing was distilled.")]
+def steps(data: Report) -> Iterator[Block]:
+    """Yield what each step did, in order."""
+    for section in data.sections:
+        yield Heading(section.name.capitalize(), 3)
+        yield from section.shown()
 
 
-def sizes(data: Report) -> Table:
-    """Return experts, parameters and bytes, exactly."""
-    return size_table("Sizes before and after", data.sizes(), exactly=True)
+def sizes(data: Report) -> Iterator[Block]:
+    """Yield experts, parameters and bytes, exactly."""
+    yield size_table("Sizes before and after", data.sizes(), exactly=True)
+    note = "Parameters are weights, in whatever format, without the scales of quantised ones."
+    if data.active is not None:
+        note += " Active parameters are all but the experts that a token is not routed to."
+    yield Text(note)
 
 
 def heldout(data: Report) -> Sequence[Block]:
     """Return loss, KL and flips on held-out text, of each source where there are several."""
-    if data.heldout is None:
-        return [
-            Text(
-                "Output and base were not compared: the run read too little text, or was told not "
-                "to."
-            )
-        ]
-    return heldout_blocks(data.heldout)
+    if data.heldout is not None:
+        return heldout_blocks(data.heldout)
+    why = "the run read too little text, or was told not to"
+    return [Text(f"Output and base were not compared: {why}.")]
 
 
 def gate(data: Report) -> Sequence[Block]:
@@ -127,16 +119,14 @@ def gate(data: Report) -> Sequence[Block]:
 
 def cost(data: Report) -> list[Block]:
     """Return seconds by phase, and the memory that the run held at its peak."""
-    peak = (
-        f"Peak memory: {human_bytes(data.peak_memory)}."
-        if data.peak_memory
-        else "The peak memory was not recorded."
-    )
-    phases = {name: seconds for name, seconds in data.seconds.items() if name != "total"}
+    peak = "The peak memory was not recorded."
+    if data.peak_memory:
+        peak = f"Peak memory: {human_bytes(data.peak_memory)}."
+    phases = dict(data.seconds)
+    phases.pop("total", None)
     if not phases:
         return [Text("No times were recorded."), Text(peak)]
-    total = sum(phases.values())
-    phases["all phases"] = total
+    phases["all phases"] = total = sum(phases.values())
     rows = [(name, f"{seconds:.2f}", share(seconds, total)) for name, seconds in phases.items()]
     return [Text(peak), Table("Seconds by phase", ("phase", "seconds", "share"), rows)]
 
@@ -171,8 +161,7 @@ def similarity(data: Report) -> Iterator[Block]:
     """Yield the groups of each layer, with the similarities in and between them."""
     yield from _unmeasured(data, "similarity", "similarity of experts")
     numbers = sum(layer.plan.experts**2 for layer in data.layers if layer.similarity)
-    with_matrices = numbers <= MOST_CELLS
-    if not with_matrices:
+    if numbers > MOST_CELLS:
         yield Text(
             "The matrices have too many numbers for tables; those of the groups are below.", "note"
         )
@@ -185,14 +174,13 @@ def similarity(data: Report) -> Iterator[Block]:
         for slot, group in enumerate(plan.groups):
             if len(group.members) > 1:
                 pairs = within(layer, group.members)
-                least = min(pairs, default=None)
-                figures = short(mean(pairs)), short(least)
-                rows.append((f"merged, slot {slot}", listed(group.members), *figures))
+                means = short(mean(pairs)), short(min(pairs, default=None))
+                rows.append((f"merged, slot {slot}", listed(group.members), *means))
         below: list[Block] = [Facts(decided.items())]
         if rows:
             columns = ("", "experts", "mean similarity", "least similarity")
             below.append(Table(f"{layer.name}: groups", columns, rows, {"experts"}))
-        if with_matrices and layer.similarity is not None:
+        if numbers <= MOST_CELLS and layer.similarity is not None:
             caption = f"{layer.name}: {layer.similarity_label or 'similarity'}"
             matrix = []
             for number, values in enumerate(layer.similarity):
@@ -208,12 +196,12 @@ def similarity(data: Report) -> Iterator[Block]:
 def _unmeasured(data: Report, field: str, what: str) -> list[Block]:
     """Return where the page says what it takes to measure what no layer has; nothing if a layer has
     it."""
-    if not data.layers or any(getattr(layer, field) for layer in data.layers):
+    if not data.layers or any(getattr(layer, field) is not None for layer in data.layers):
         return []
-    remedy = (
-        ("; ", Link("what is missing", "#done"), " says what it takes.") if data.missing else (".",)
-    )
-    return [Text((f"The {what} was not measured", *remedy))]
+    remedy: Words = "."
+    if data.missing:
+        remedy = "; ", Link("what is missing", "#done"), " says what it takes."
+    return [Text((f"The {what} was not measured", remedy))]
 
 
 def visits(data: Report) -> Iterator[Block]:
@@ -222,28 +210,21 @@ def visits(data: Report) -> Iterator[Block]:
     yield from _unmeasured(data, "visits_before", "share of tokens")
     rows = []
     details = []
-    columns = (
-        "expert",
-        "routed tokens before",
-        "what became of it",
-        "routed tokens of its slot after",
-    )
     for layer in data.layers:
         before, after = layer.visits_before or (), layer.visits_after or ()
         if not (before or after):
             continue
         busiest = [short(len(shares) * max(shares, default=0)) for shares in (before, after)]
         rows.append((layer.name, *busiest))
-        slots = layer.plan.remap()
         experts = []
-        for expert, became in dispositions(layer).items():
-            share_before = percent(before[expert]) if before else "-"
-            is_kept = after and slots[expert] >= 0
-            share_after = percent(after[slots[expert]]) if is_kept else "-"
-            experts.append((str(expert), share_before, became, share_after))
-        table = Table(f"{layer.name}: routed tokens", columns, experts, {columns[2]})
+        became = dispositions(layer.plan, layer.protected)
+        for expert, slot in enumerate(layer.plan.remap()):
+            share_before = percent(before[expert] if before else None)
+            share_after = percent(after[slot] if after and slot >= 0 else None)
+            experts.append((str(expert), share_before, became[expert], share_after))
+        table = Table(f"{layer.name}: routed tokens", SHARE_COLUMNS, experts, SHARE_COLUMNS[2:3])
         summary = (Strong(layer.name), " ", Note("shares of experts and slots"))
-        details.append(Details(summary, (table,)))
+        details.append(Details(summary, [table]))
     if rows:
         yield Table("Tokens of the busiest expert by the mean", ("", "before", "after"), rows)
     yield from details
@@ -251,41 +232,42 @@ def visits(data: Report) -> Iterator[Block]:
 
 def errors(data: Report) -> Iterator[Block]:
     """Yield each layer's errors as numbers."""
-    fields = []
-    for name in ERRORS:
-        if any(getattr(layer, name) is not None for layer in data.layers):
-            fields.append(name)
-    if "error" not in fields:
-        yield from _unmeasured(data, "error", "reconstruction error")
-    if fields:
-        rows = []
-        for layer in data.layers:
-            rows.append((layer.name, *(short(getattr(layer, name), 4) for name in fields)))
-        yield Table("Errors by layer", ("", *(ERRORS[name] for name in fields)), rows)
+    yield from _unmeasured(data, "error", "reconstruction error")
+    columns = {"": [layer.name for layer in data.layers]}
+    for field, label in ERRORS.items():
+        values = [getattr(layer, field) for layer in data.layers]
+        if any(value is not None for value in values):
+            columns[label] = [short(value, 4) for value in values]
+    if len(columns) > 1:
+        rows = list(zip(*columns.values(), strict=True))
+        yield Table("Errors by layer", tuple(columns), rows)
 
 
 def hubs(data: Report) -> list[Block]:
     """Return named hubs with what became of them."""
-    became = {layer.module: dispositions(layer) for layer in data.layers}
+    became = dict[tuple[str, int], str]()
+    for layer in data.layers:
+        for expert, words in enumerate(dispositions(layer.plan, layer.protected)):
+            became[layer.module, expert] = words
     rows = []
     for hub in data.hubs:
-        disposition = became.get(hub.module, {}).get(hub.expert, "not in the plan")
+        disposition = became.get((hub.module, hub.expert), "not in the plan")
         figures = (hub.influence, hub.influence_score, hub.aarv, hub.aarv_score)
         rows.append((hub.label, disposition, *map(short, figures), percent(hub.share)))
     if not rows:
         return [Text("None: no hubs were named to this report.")]
-    return [Table("Routing hubs", HUB_COLUMNS, rows, {"what became of it"})]
+    return [Table("Routing hubs", HUB_COLUMNS, rows, {BECAME})]
 
 
 SECTIONS: Sequence[tuple[str, str, str | None, Callable[[Report], Iterable[Block]]]] = (
     # anchor, heading, figure, and what it says beside it
     ("done", "What was done", None, done),
-    ("sizes", "Sizes", None, lambda data: [sizes(data)]),
+    ("sizes", "Sizes", None, sizes),
     ("experts", "Experts", "experts", lambda data: experts(data.expert_plan)),
     ("similarity", "Similarity and groups", "similarity", similarity),
     ("visits", "Routed tokens before and after", "visits", visits),
     ("errors", "Reconstruction error", "errors", errors),
-    ("steps", "Router calibration and distillation", "distillation", steps),
+    ("steps", "Steps", "distillation", steps),
     ("heldout", "Held-out text", None, heldout),
     ("hubs", "Hubs", None, hubs),
     ("gate", "Accuracy gate", None, gate),
@@ -304,17 +286,14 @@ def page(data: Report, drawn: Sequence[Figure]) -> str:
             blocks.append(by_name[name])
         blocks += body(data)
     made_by = f"{MADE_BY} {data.title}; plan {data.plan.digest()[:12]}."
-    ways = [data.strategy, *(["reconstruction"] if data.plan.correction else [])]
-    ways += [WAYS.get(step["name"], step["name"]) for step in data.steps if changed(step)]
+    ways = dict.fromkeys(chain.from_iterable(section.ways for section in data.sections))
     lead = (
         f"{data.plan.source.model} with {data.experts_after} instead of "
-        f"{counted(data.experts_before, 'expert')} in "
-        f"each MoE layer, by {joined([*dict.fromkeys(ways)])}."
+        f"{counted(data.experts_before, 'expert')} in each MoE layer"
+        f"{', by ' if ways else ''}{joined([*ways])}."
     )
-    if data.quantized:
-        lead += f" {step_line(data.quantized)}."
     # the facts that one looks for first, each with a note
-    experts, parameters, nbytes = data.sizes()
+    _, parameters, nbytes = data.sizes()[:3]
     errors = [layer.error for layer in data.layers if layer.error is not None]
     verdict: Words = "not run"
     if data.gate is not None:
@@ -328,9 +307,11 @@ def page(data: Report, drawn: Sequence[Figure]) -> str:
             compared += f"; worst source: {worst.domain}, {worst.loss.change:+.4f}"
     top = f"top {data.top_k}" if data.layers else ""
     shown: list[tuple[str, Words, str]] = [
-        ("Experts per layer", f"{experts.before} → {experts.after}", top),
-        ("Parameters", parameters.shown_after, f"{parameters.left} of {parameters.shown_before}"),
-        ("Size on disk", nbytes.shown_after, f"{nbytes.left} of {nbytes.shown_before}"),
+        ("Experts per layer", f"{data.experts_before} → {data.experts_after}", top),
+        *(
+            (name, row.show(row.after), f"{row.left} of {row.show(row.before)}")
+            for name, row in (("Parameters", parameters), ("Size on disk", nbytes))
+        ),
         ("Held-out loss", loss, compared),
         ("Layer error", short(mean(errors)), "mean over layers" if errors else "not measured"),
         ("Accuracy gate", verdict, "see below"),

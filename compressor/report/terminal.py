@@ -13,11 +13,11 @@ from compressor.pipeline.outcome import Outcome, size_table
 from compressor.quality_gate.domain_divergence import heldout_blocks
 from compressor.quality_gate.report import power_blocks
 from compressor.recipe.plan import KEPT_WHOLE
-from compressor.recipe.recipe import make_step
-from compressor.recipe.steps_plan import QUANTIZE, Plan
-from compressor.report.data import experts_table
+from compressor.recipe.steps_plan import Plan
 from compressor.report.facts import facts
 from compressor.run_record import read_record
+from compressor.steps.dispositions import experts_table
+from compressor.steps.section import sections
 
 
 def plan_blocks(plan: Plan, path: Path) -> list[Block]:
@@ -27,9 +27,8 @@ def plan_blocks(plan: Plan, path: Path) -> list[Block]:
     blocks: list[Block] = [
         experts_table(plan.expert_plan, title) if plan.expert_plan.layers else Text(title)
     ]
-    for step in plan.steps:
-        if step.decision is not None:
-            blocks += make_step(step.name, step.options).step().describe(step.to_dict())
+    for section in sections(plan):
+        blocks += section.shown()
     if len(plan.steps) > 1:
         blocks.append(Text(f"Steps: {', '.join(step.name for step in plan.steps)}"))
     return blocks
@@ -42,10 +41,8 @@ def outcome_blocks(outcome: Outcome) -> list[Block]:
     blocks: list[Block] = [
         size_table(f"Compressed by {outcome.strategy}" if decided else "Done", outcome.sizes())
     ]
-    for step in outcome.plan.steps:
-        # not undone by later steps
-        if step.name != QUANTIZE or step.to_dict() == outcome.quantized:
-            blocks += make_step(step.name, step.options).step().describe(step.to_dict())
+    for section in outcome.sections:
+        blocks += section.shown()
     if outcome.heldout is not None:
         blocks += heldout_blocks(outcome.heldout)
     for label, value in facts(outcome, "terminal").pairs:
@@ -75,61 +72,47 @@ def dry_run_blocks(run: DryRun) -> list[Block]:
     """Return a run in advance: steps, shapes before and after, servers, text, memory, and the power
     of its gate."""
     steps = []
+    solves = False
     for number, step in enumerate(run.steps, 1):
         options = ", ".join(f"{name}={value}" for name, value in step["options"].items())
         steps.append((str(number), step["name"], options, str(step["passes"])))
+        solves |= step["options"].get("correct", {}).get("method", "none") != "none"
     shapes = []
     for name, before in asdict(run.before).items():
         after = getattr(run.after, name)
         write = human_bytes if "bytes" in name else human_count if "parameters" in name else str
-        what = (
-            f"{name.removeprefix('layer_')} of an MoE layer" if name.startswith("layer_") else name
-        )
+        of_layer = name.removeprefix("layer_")
+        what = name if of_layer == name else f"{of_layer} of an MoE layer"
         shapes.append((what, write(before), write(after), share(after, before)))
     blocks: list[Block] = [
         Text(f"Dry run of {run.model}: nothing is written."),
         Table("Steps", ("", "step", "options", "passes"), steps, {"step", "options"}),
         *map(Text, run.notes),
-        Table(f"{counted(run.moe_layers, 'MoE layer')}", ("", "before", "after", "left"), shapes),
+        Table(counted(run.moe_layers, "MoE layer"), ("", "before", "after", "left"), shapes),
         Text(f"Servers: {servers_in_words(run.servers)}"),
     ]
     for text in run.texts:
-        held = f", {text.heldout:.1%} of them held out" if text.heldout else ""
-        sizes = (
-            [f"{text.samples:,} sequences of {text.sequence_length:,} tokens{held}"]
-            if text.samples
-            else []
-        )
-        sizes += [f"{count:,} of {length:,} ({name})" for name, count, length in text.parts]
-        blocks.append(
-            Text(f"Text: {text.tokens:,} tokens of {', '.join(text.sources)}: {'; '.join(sizes)}")
-        )
+        sizes = [f"{count:,} of {length:,} ({name})" for name, count, length in text.parts]
+        if text.samples:
+            held = f", {text.heldout:.1%} of them held out" if text.heldout else ""
+            size = f"{text.samples:,} sequences of {text.sequence_length:,} tokens{held}"
+            sizes.insert(0, size)
+        sources = ", ".join(text.sources)
+        blocks.append(Text(f"Text: {text.tokens:,} tokens of {sources}: {'; '.join(sizes)}"))
     if not run.texts:
         blocks.append(Text("Text: none is read"))
-    layers, hidden = human_bytes(run.layers_memory), human_bytes(run.activations)
-    spill = (
-        ", in files beyond 4 GB"
-        if run.memory < run.layers_memory + run.activations + run.samples
-        else ""
+    held = (
+        f"{human_bytes(run.layers_memory)} for two decoder layers, "
+        f"{human_bytes(run.activations)} for hidden states"
     )
-    held = f"{layers} for two decoder layers, {hidden} for hidden states{spill}"
+    if run.memory < run.layers_memory + run.activations + run.samples:
+        held += ", in files beyond 4 GB"
     if run.samples:
-        held += (
-            f", {human_bytes(run.samples)} for outputs of all experts on the sampled tokens "
-            "of a layer"
-        )
-    whole = (
-        f"; {human_bytes(run.whole_memory)} for a whole model that is trained"
-        if run.whole_memory
-        else ""
-    )
+        size = human_bytes(run.samples)
+        held += f", {size} for outputs of all experts on the sampled tokens of a layer"
+    if run.whole_memory:
+        held += f"; {human_bytes(run.whole_memory)} for a whole model that is trained"
+    solving = "; correct takes about as much again" if solves else ""
     resident = f"{human_bytes(run.weights)} more where the model stays on the device (--resident)"
-    solving = (
-        "; correct takes about as much again"
-        if any(
-            step["options"].get("correct", {}).get("method", "none") != "none" for step in run.steps
-        )
-        else ""
-    )
-    blocks.append(Text(f"Memory: {human_bytes(run.memory)} ({held}{whole}){solving}; {resident}"))
+    blocks.append(Text(f"Memory: {human_bytes(run.memory)} ({held}){solving}; {resident}"))
     return blocks if run.gate is None else [*blocks, *power_blocks(run.gate)]

@@ -33,7 +33,7 @@ from compressor.model.inspection import stored_with
 from compressor.model.layout import Role
 from compressor.model.loading import PartialModel
 from compressor.model.mtp import Head, find_heads, fitting_heads, kept_heads
-from compressor.model.opened import NARROWED, OpenModel, open_model, pick_dtype
+from compressor.model.opened import NARROWED, OpenModel, open_model, pick_dtype, shared_experts
 from compressor.model.remote_code import json_bytes, naming_code, without_code
 from compressor.model.verification import check_carried, verify_checkpoint
 from compressor.recipe.plan import ExpertPlan, LayerPlan, check_layers
@@ -148,15 +148,20 @@ def even_plan(model: OpenModel, experts: int) -> ExpertPlan:
     return ExpertPlan.of(layers)
 
 
-def idle_parameters(model: OpenModel, experts: int) -> int:
-    """Parameters of the experts that a token is not routed to, over all layers of the output with
-    `experts` in each."""
+def active_parameters(model: OpenModel, experts: int, parameters: int) -> int | None:
+    """Return those of all `parameters` that a token uses, of the model with `experts` in each
+    layer: all but those of experts that it isn't routed to.
+
+    None where stored elements are not parameters of one layer's experts."""
+    layers = model.architecture.layers
+    towers = {layer.decoder_layer.rstrip("0123456789") for layer in layers}
+    if model.layout.quantized or len(towers) > 1 or shared_experts(model):
+        return None
     small = build_meta(model.architecture.with_experts(experts))
-    idle = 0
-    for layer in model.architecture.layers:
+    for layer in layers:
         size = sum(value.numel() for value in small.get_submodule(layer.name).parameters())
-        idle += size // experts * (experts - layer.top_k)
-    return idle
+        parameters -= size // experts * (experts - layer.top_k)
+    return parameters
 
 
 def check_plan(plan: ExpertPlan, model: OpenModel) -> tuple[Head, ...]:

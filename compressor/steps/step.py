@@ -14,14 +14,14 @@ from compressor.data.sources import TextPart
 from compressor.distributed import ranks
 from compressor.divergence.evaluator import Evaluator
 from compressor.divergence.teacher_outputs import Distributions, read_base
-from compressor.document.blocks import Block
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.progress import Clock, Progress
 from compressor.recipe.plan import ExpertPlan, parts_of
 from compressor.recipe.step import StepOptions
-from compressor.recipe.steps_plan import Decision, Plan
+from compressor.recipe.steps_plan import Decision, Plan, PlannedStep
 from compressor.steps.job import OutputSize, make_job, untouched
+from compressor.steps.section import Section
 from compressor.steps.tensors import OutputJob
 from compressor.steps.workdir import CheckpointWriter, Workdir
 
@@ -140,10 +140,10 @@ class Step(Generic[StepOptionsT]):
         """Return True if it needs the base's last hidden states on them, too."""
         return False
 
-    def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
-        """Describe its result for terminal, report and card; `entry` is the plan's: options, plan,
-        result."""
-        return ()
+    def describe(self, planned: PlannedStep) -> Section:
+        """Return what terminal, report and card show of it; `planned` is the plan's entry, with
+        options, decision and result."""
+        return Section(self.name, self.name)
 
 
 @dataclass(slots=True)

@@ -6,15 +6,20 @@ What is looked up before an export, its options and the packages that it needs, 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from compressor.document.blocks import Block
 from compressor.extras import require
+from compressor.files import GRAPH
 from compressor.progress import Progress, Silent
 from exporters.onnx.options import PACKAGES as PACKAGES
-from exporters.onnx.options import ExportOptions
+from exporters.onnx.options import RECORD, ExportOptions
+from exporters.onnx.published import check_export as check_export
+from exporters.onnx.published import loading_blocks
 
 if TYPE_CHECKING:
     from exporters.onnx.writing import ExportSummary
 
 Options = ExportOptions  # under this name the registry finds an exporter's options
+FILES = (GRAPH, RECORD)  # by which an export is known
 
 
 def require_packages() -> None:
@@ -41,3 +46,8 @@ def read_summary(out: Path) -> "ExportSummary":
     from exporters.onnx.writing import summary_of
 
     return summary_of(out)
+
+
+def card_blocks(folder: Path, place: str, repo_id: str) -> list[Block]:
+    """Return what the model card says of the export, which lies in `place` of the repository."""
+    return [*loading_blocks(place, repo_id), *read_summary(folder).describe()]

@@ -8,6 +8,7 @@ DTYPES = {"fp32": "float32", "fp16": "float16"}
 # above this the weights lie in a file of their own; a graph file ends at 2 GB
 EXTERNAL_BYTES = 64 * 2**20
 TOKENS = 64
+RECORD = "onnx_export.json"
 PACKAGES = (  # whose versions decide the graph
     "onnx",
     "onnxscript",

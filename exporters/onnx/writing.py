@@ -33,7 +33,7 @@ from compressor.run_record import COMPRESSION, versions
 from compressor.steps.job import carried_files
 from compressor.steps.workdir import check_space, put
 from exporters.onnx.moe import SCALES, LayerRoute, moe_node, round_experts, use_nodes
-from exporters.onnx.options import DTYPES, PACKAGES, ExportOptions
+from exporters.onnx.options import DTYPES, PACKAGES, RECORD, ExportOptions
 from exporters.onnx.quantise import SCHEMES, Scheme
 from exporters.onnx.reference import Reference, observe
 from exporters.onnx.trace import (
@@ -56,7 +56,6 @@ from exporters.onnx.verify import (
 
 WEIGHTS = "model.onnx.data"
 INLINE_BYTES = 1024  # a tensor no larger than this stays in the graph, where optimisers can read it
-RECORD = "onnx_export.json"
 # options that change nothing of the graph
 UNRECORDED = {"external_bytes", "stream"}
 OF_FILES = ("folder", "nbytes", "external")  # of the summary, which the record leaves out

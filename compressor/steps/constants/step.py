@@ -21,8 +21,10 @@ from compressor.checkpoint.source import ModelSource
 from compressor.divergence.evaluator import FEWEST
 from compressor.divergence.logits import read_logits
 from compressor.errors import CompressionError
+from compressor.formatting import counted, span
 from compressor.model.constant_experts import (
     FIELD,
+    NOT_STOCK,
     SUFFIX,
     SubstitutedCheckpoint,
     Substitutes,
@@ -41,6 +43,7 @@ from compressor.model.substitution import Substitution
 from compressor.model.verification import check_carried
 from compressor.recipe.plan import UNEVEN, ExpertPlan
 from compressor.recipe.step import StepOptions
+from compressor.recipe.steps_plan import PlannedStep
 from compressor.steps.configuration import config_with
 from compressor.steps.constants.options import Constants
 from compressor.steps.constants.search import (
@@ -59,6 +62,7 @@ from compressor.steps.correct.sequential import (
     refitted_substitution,
 )
 from compressor.steps.cutting import Conversion, CutFiles
+from compressor.steps.dispositions import with_reconstruction
 from compressor.steps.job import check_plan, files_with, left_out_of, stored_partial
 from compressor.steps.prune.planning import (
     Planner,
@@ -67,6 +71,7 @@ from compressor.steps.prune.planning import (
     protected_experts,
     with_list,
 )
+from compressor.steps.section import Section
 from compressor.steps.step import Requirements, State, Step
 from compressor.steps.tensors import (
     Named,
@@ -200,6 +205,26 @@ class ConstantsStep(Step[Constants]):
             experts_total=total,
             figures=figures,
         )
+
+    def describe(self, planned: PlannedStep) -> Section:
+        """Describe how many experts are constants, who serves them, and the reconstruction."""
+        plan = planned.expert_plan
+        assert plan is not None
+        layers = plan.layers
+        replaced = sum(len(layer.constants) for layer in layers)
+        before = sum(layer.experts for layer in layers)
+        section = Section(
+            self.name,
+            f"Constants stand for {replaced:,} of the {before:,} experts of its "
+            f"{counted(len(layers), 'MoE layer')}; {span(len(layer.groups) for layer in layers)} "
+            f"stay in each (MoNE, arXiv:2507.00390), and the routers are whole; {NOT_STOCK}",
+            ways=[self.name],
+            limits=[
+                "The format was checked by the tool's own forward: the written tensors give the "
+                "logits that the base gives with these constants."
+            ],
+        )
+        return with_reconstruction(section, planned, layers)
 
     def write(self, state: State) -> OutputJob:
         """Refit constants and the experts that stay, if asked, and return how both are written.

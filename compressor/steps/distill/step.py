@@ -1,9 +1,9 @@
 """The step `distill`: train the smaller model end to end toward its base's next-token distribution
 on text."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from torch import Tensor
 
@@ -12,11 +12,12 @@ from compressor.document.blocks import Block, Table, Text
 from compressor.errors import CompressionError
 from compressor.formatting import short
 from compressor.model.opened import OpenModel
-from compressor.recipe.document import changed, divergence, flips
 from compressor.recipe.step import StepOptions
+from compressor.recipe.steps_plan import PlannedStep
 from compressor.steps.distill.engines import stored_dtypes, trained_layers
 from compressor.steps.distill.options import Distill
 from compressor.steps.distill.training import distill
+from compressor.steps.section import Section, divergence, flips, is_changed
 from compressor.steps.step import Requirements, Result, State, Step
 
 COLUMNS = ("step", "KL", "loss", "flips", "training")
@@ -69,48 +70,40 @@ class DistillStep(Step[Distill]):
         lower."""
         return distill(self.options, state)
 
-    def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
+    def describe(self, planned: PlannedStep) -> Section:
         """Describe what was trained for how long, KL before and after, and each evaluation with
         training losses."""
         options = self.options
-        result = entry.get("result") or {}
-        training = (
-            f"{options.train}, at most {options.steps} steps of {options.tokens_per_step} tokens"
-        )
+        result = planned.result or {}
+        trained = is_changed(planned)
         outcome = f"{divergence(result, True)}, after {result.get('best')} steps"
-        if not changed(entry):
+        if not trained:
             outcome = f"nothing was changed; {divergence(result, False)}"
-        blocks: list[Block] = [Text(f"Distillation ({training}): {outcome}.")]
+        blocks: list[Block] = []
         if result.get("ended"):
             blocks.append(Text(f"Training ended: {result['ended']}."))
         rows = []
-        for evaluation in evaluations(entry):
-            losses = [
-                f"{name} {short(value)}".replace("_", " ")
-                for name, value in evaluation["training"].items()
-            ]
-            rows.append(
-                (
-                    f"{evaluation['step']:,}",
-                    short(evaluation["kl"], 5),
-                    short(evaluation["loss"], 5),
-                    flips(evaluation["flips"]) if "flips" in evaluation else "-",
-                    ", ".join(losses) or "-",
-                )
-            )
+        for evaluation in result.get("curve", ()):
+            losses = []
+            for name, value in evaluation["training"].items():
+                losses.append(f"{name} {short(value)}".replace("_", " "))
+            figures = [short(evaluation[name], 5) for name in ("kl", "loss")]
+            figures.append(flips(evaluation["flips"]) if "flips" in evaluation else "-")
+            rows.append((f"{evaluation['step']:,}", *figures, ", ".join(losses) or "-"))
         if rows:
-            blocks.append(
-                Table(
-                    "Held-out text during the distillation",
-                    COLUMNS,
-                    tuple(rows),
-                    frozenset(COLUMNS[4:]),
-                )
-            )
-        return blocks
-
-
-def evaluations(entry: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the figures on held-out text that a plan's entry has, in the order of their steps."""
-    result = entry.get("result") or {}
-    return list(result.get("curve", ()))
+            title = "Held-out text during the distillation"
+            blocks.append(Table(title, COLUMNS, rows, COLUMNS[4:]))
+        limit = (
+            "Distillation trained the model end to end toward the base on text that its maker "
+            "chose; what the base gets wrong, and what that text does not show, did not come "
+            "closer to right."
+        )
+        return Section(
+            self.name,
+            f"Distillation ({options.train}, at most {options.steps} steps of "
+            f"{options.tokens_per_step} tokens): {outcome}",
+            ways=["distillation"] if trained else [],
+            tuned="model" if trained else "",
+            blocks=blocks,
+            limits=[limit] if trained else [],
+        )

@@ -5,25 +5,29 @@ Experts may be split before, so that narrower ones go, and those that stay be re
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from compressor.document.blocks import Block, Text
+from compressor.document.blocks import Text
 from compressor.errors import CompressionError
+from compressor.formatting import counted, setting, span
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel, refuse_shared_experts, shared_experts
-from compressor.recipe.document import protected_blocks_of
-from compressor.recipe.plan import ExpertPlan, describe_split
+from compressor.recipe.plan import ExpertPlan, describe_split, parts_of
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.step import StepOptions
+from compressor.recipe.steps_plan import PlannedStep
 from compressor.statistics.statistics import ATTRIBUTED, OUTPUTS, WEIGHTS
 from compressor.steps.correct.options import NONE
 from compressor.steps.correct.sequential import correct, correction_needs
 from compressor.steps.cutting import CutFiles, through_model
+from compressor.steps.dispositions import all_dispositions, with_reconstruction
 from compressor.steps.job import make_job, untouched
 from compressor.steps.layer_files import LayerFiles
 from compressor.steps.prune.options import Prune, protector_of
 from compressor.steps.prune.planning import Planner, protected_experts, spec_of, with_list
+from compressor.steps.section import Section
 from compressor.steps.split.view import as_decided, chosen_parts, partitioned, seen_as, shapes
 from compressor.steps.step import Requirements, State, Step
 from compressor.steps.tensors import OutputJob
@@ -177,17 +181,50 @@ class PruneStep(Step[Prune]):
             state.run.record(state.number, decision=plan)
         return make_job(model, plan, files)
 
-    def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
-        """Describe the split, with the reason for its parts, and how many experts are protected."""
-        plan = entry.get("plan") or {}
-        blocks: list[Block] = []
-        split = plan.get("split")
-        if split:
-            blocks.append(Text(f"{split_sentence(split)}."))
-            experts = plan["layers"][0]["experts"]
-            if split["parts"] > 1 and plan["experts"] < experts:
-                blocks.append(Text(kept_sentence(plan["experts"], experts, split["parts"])))
-        return (*blocks, *protected_blocks_of(plan.get("protected") or {}))
+    def describe(self, planned: PlannedStep) -> Section:
+        """Describe how many experts stay and why, the split, protection and reconstruction."""
+        plan = planned.expert_plan
+        assert plan is not None
+        prune = self.options
+        layers = plan.layers
+        count = counted(len(layers), "MoE layer")
+        summary = f"All experts of its {count} stay"
+        facts = {"Sequential": "no"}
+        if not prune.keeps_all:
+            strategy = prune.strategy
+            with suppress(CompressionError):  # it need not be installed here
+                strategy += f" ({load_strategy(strategy).summary.rstrip('.')})"
+            kept = span(len(layer.groups) for layer in layers)
+            summary = (
+                f"{kept} instead of {span(layer.experts for layer in layers)} experts in each of "
+                f"its {count}: {all_dispositions(layers)}, by {strategy}"
+            )
+            facts["Strategy"] = prune.strategy
+            options = prune.options.items()
+            plain = {name: value for name, value in options if not isinstance(value, Mapping)}
+            facts["Options"] = setting(plain) if plain else ""
+        if plan.top_k is not None:
+            summary += f"; a token is routed to {plan.top_k} of them"
+        if prune.sequential:
+            facts["Sequential"] = (
+                "each layer was planned on what the compressed earlier layers output"
+            )
+        blocks = []
+        if plan.split:
+            blocks.append(Text(f"{split_sentence(plan.split)}."))
+            parts = parts_of(plan.split)
+            facts["Split"] = describe_split(plan.split) if parts > 1 else ""
+            if parts > 1 and plan.experts < layers[0].experts:
+                blocks.append(Text(kept_sentence(plan.experts, layers[0].experts, parts)))
+            elif parts > 1 and prune.keeps_all:
+                summary += "; sub-experts compute what theirs do, up to rounding"
+        protected = sum(map(len, plan.protected.values()))
+        if protected:
+            what = f"{counted(protected, 'protected expert')}, neither merged nor dropped"
+            blocks.append(Text(what))
+        ways = [] if prune.keeps_all else [prune.strategy]
+        section = Section(self.name, summary, ways=ways, facts=facts, blocks=blocks)
+        return with_reconstruction(section, planned, layers)
 
     def _sentences(self, view: OpenModel) -> tuple[str, ...]:
         """Return sentences on the split, before anything is read."""

@@ -7,17 +7,18 @@ from typing import Any
 
 from compressor.checkpoint.quantized import dequantizer
 from compressor.checkpoint.reader import DTYPE_NAMES, Size, tensor_bytes
-from compressor.document.blocks import Block, Text
 from compressor.errors import CompressionError
 from compressor.formatting import joined
 from compressor.model.opened import OpenModel
 from compressor.recipe.step import StepOptions
+from compressor.recipe.steps_plan import PlannedStep
 from compressor.steps.job import OutputSize, output_size, stored_dtype, stored_partial
 from compressor.steps.quantize.matrices import Matrices, find_matrices
 from compressor.steps.quantize.options import ROW, Quantize, loaders
 from compressor.steps.quantize.scheme import Scheme, scheme_for
 from compressor.steps.quantize.sequential import quantize_sequentially
 from compressor.steps.quantize.writing import Writer
+from compressor.steps.section import Section
 from compressor.steps.step import Requirements, State, Step
 from compressor.steps.tensors import OutputJob
 
@@ -102,31 +103,27 @@ class QuantizeStep(Step[Quantize]):
                 quantize_sequentially(writer, state.text.fit, state.progress, state.seed)
         return writer.job(state.expert_plan)
 
-    def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
+    def describe(self, planned: PlannedStep) -> Section:
         """Describe scheme, groups, effective bits, and which servers read the format."""
-        plan = entry.get("plan")
+        plan = planned.decision
+        assert isinstance(plan, Mapping)
         options = self.options
-        if not plan:
-            return ()
         is_by_row = plan["group_size"] == ROW
         groups = "one scale a row" if is_by_row else f"groups of {plan['group_size']}"
-        what = (
-            "routed experts"
-            if options.targets == "experts"
-            else "experts, attention and dense layers"
-        )
+        what = "experts, attention and dense layers"
+        if options.targets == "experts":
+            what = "routed experts"
         before = ", which were dequantised first," if plan.get("dequantized") else ""
         how = "GPTQ with clip search" if options.method == "gptq" else "rounding to nearest"
-        servers = loaders(options.scheme, is_by_row)
-        read = (
-            f"a format that {joined(servers)} read"
-            if servers
-            else "a format that no server is known to read"
-        )
-        return (
-            Text(
-                f"Quantised {what}{before} to {options.scheme} by {how}: {groups}, "
-                f"{plan['bits']:.3g} bits a weight, "
-                f"stored as {plan['format']}, {read} (not tried here)."
-            ),
+        servers = joined(loaders(options.scheme, is_by_row)) or "no server is known to"
+        limits = []
+        if options.scheme == "fp8":
+            limits = ["Servers round activations to FP8, too; what that costs was not measured."]
+        return Section(
+            self.name,
+            f"Quantised {what}{before} to {options.scheme} by {how}: {groups}, "
+            f"{plan['bits']:.3g} bits a weight, stored as {plan['format']}, a format that "
+            f"{servers} read (not tried here)",
+            ways=[f"quantisation to {options.scheme}"],
+            limits=limits,
         )

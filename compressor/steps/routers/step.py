@@ -2,7 +2,7 @@
 after C3PO."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
@@ -17,8 +17,8 @@ from compressor.errors import CompressionError
 from compressor.formatting import short
 from compressor.model.opened import OpenModel
 from compressor.model.router_logits import router_weight
-from compressor.recipe.document import changed, divergence
 from compressor.recipe.step import StepOptions
+from compressor.recipe.steps_plan import PlannedStep
 from compressor.steps.routers.options import Routers
 from compressor.steps.routers.weights import (
     Answered,
@@ -28,6 +28,7 @@ from compressor.steps.routers.weights import (
     calibrate_bias,
     calibrate_weights,
 )
+from compressor.steps.section import Section, divergence, is_changed
 from compressor.steps.step import Requirements, Result, State, Step
 from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
 
@@ -177,37 +178,52 @@ class RoutersStep(Step[Routers]):
         )
         return replace(calibrated, details=details)
 
-    def describe(self, entry: Mapping[str, Any]) -> Sequence[Block]:
+    def describe(self, planned: PlannedStep) -> Section:
         """Describe the method, KL before and after, each round and a bias's places; gains are in
         nats per token."""
-        result = entry.get("result") or {}
-        moved = changed(entry)
+        result = planned.result or {}
+        moved = is_changed(planned)
         took = f", took {result['taken']}" if "taken" in result else ""
-        if "confirmed" in result:
-            took += (
-                f", forced; held-out text confirms {'the' if result['confirmed'] else 'no'} gain"
+        limits = []
+        if moved:
+            limits.append(
+                "Router calibration moved the routers alone toward the base's next token, on text "
+                "of its maker's."
             )
+        if "confirmed" in result:
+            the = "the" if result["confirmed"] else "no"
+            took += f", forced; held-out text confirms {the} gain"
+            if not result["confirmed"]:
+                limits.append(
+                    "It was forced (routers.accept: always): held-out text did not confirm that "
+                    "it is a gain."
+                )
         outcome = f"{'' if moved else 'the routers stay as they are; '}{divergence(result, moved)}"
-        blocks: list[Block] = [
-            Text(f"Router calibration ({self.options.method}{took}): {outcome}.")
-        ]
+        blocks: list[Block] = []
         rounds = []
         for number, step in enumerate(result.get("steps", ()), 1):
             figures = [short(step.get(name)) if step.get("step") else "-" for name in FIGURES]
             rounds.append((str(number), *figures))
         if rounds:
-            blocks.append(Table("Rounds of the router calibration", ROUNDS, tuple(rounds)))
+            blocks.append(Table("Rounds of the router calibration", ROUNDS, rounds))
         places = []
         for layer in result.get("layers", ()):
             closeness = [short(layer.get(name)) for name in ("mean", "deviation")]
             places.append((str(layer.get("layer", "-")), layer["place"], *closeness))
         if places:
-            blocks.append(Table("Places of the bias", PLACES, tuple(places), frozenset(PLACES[:2])))
+            blocks.append(Table("Places of the bias", PLACES, places, PLACES[:2]))
         if any("selection bias" in place for place in places):
             blocks.append(
                 Text("A selection bias moves which experts are chosen, not their weights.")
             )
-        return blocks
+        return Section(
+            self.name,
+            f"Router calibration ({self.options.method}{took}): {outcome}",
+            ways=["router calibration"] if moved else [],
+            tuned="model" if moved else "",
+            blocks=blocks,
+            limits=limits,
+        )
 
 
 def stored_names(model: OpenModel, keys: Iterable[str] | None = None) -> dict[str, str]:

@@ -195,7 +195,7 @@ def test_what_was_tuned_is_told_as_it_was(corrected: bool, moved: Any, trained: 
     assert ("Nothing was fine-tuned end to end" in said) == (corrected and not tuned)
     assert ("errors before and after are those of single layers" in said) == corrected
     assert ("KL 0.4 to 0.34 nats" in said) == (moved is True)
-    assert ("Router calibration moved the routers alone" in said) == (moved is True and not trained)
+    assert ("Router calibration moved the routers alone" in said) == (moved is True)
     assert ("KL 0.3 to 0.21 nats" in said) == ("Distillation trained the model end to end" in said) == (trained is True)
     assert ("KL 0.4 nats" in said, "KL 0.3 nats" in said) == (moved is False, trained is False)
     figures = [path for path in card.pictures if "distillation" in path]
@@ -334,7 +334,7 @@ def test_a_graph_alone_claims_no_safetensors(copied: Path) -> None:
     assert "active parameters" not in card.text and "moe-compress generate model " in card.text
     shutil.rmtree(copied / "onnx", ignore_errors=True)
     (copied / "model.onnx").unlink()
-    with pytest.raises(CompressionError, match=r"neither model\.safetensors nor model\.onnx"):
+    with pytest.raises(CompressionError, match=r"neither model\.safetensors nor an export"):
         card_text(copied, REPOSITORY)
 
 

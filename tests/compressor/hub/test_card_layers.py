@@ -17,7 +17,7 @@ from compressor.model.moe_layer import MoeLayer
 from compressor.recipe.plan import Group, LayerPlan, Source
 from compressor.recipe.steps_plan import Plan
 from compressor.records import readable_json
-from compressor.report.data import experts_table
+from compressor.steps.dispositions import experts_table
 from tests.support.hub.cards import LICENCES, mistakes
 from tests.support.plans import Decided, by_hand
 

@@ -64,7 +64,7 @@ def empty(folder: Path) -> None:
         (miscount, "4 groups, but the plan keeps 5 experts in every layer"),
         (promise_more, "with 8 experts instead of 4"),
         (pickle, "only as pickle files"),
-        (empty, "is neither a safetensors checkpoint .* nor an ONNX export"),
+        (empty, "is neither a safetensors checkpoint .* nor an export"),
         (shutil.rmtree, "is not a folder"),
     ],
 )

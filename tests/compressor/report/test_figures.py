@@ -15,8 +15,9 @@ from PIL import Image
 
 from compressor.document.blocks import Figure
 from compressor.document.picture import inline_svgs, png
-from compressor.report.data import ERRORS, LayerReport, Report, all_dispositions, dispositions, named, order
+from compressor.report.data import ERRORS, LayerReport, Report, named, order
 from compressor.report.figures import LEVELS, cells, figures, limits
+from compressor.steps.dispositions import all_dispositions, dispositions
 from tests.support.rendered_figures import canvases
 from tests.support.report_data import STEPS, bare, layer, report
 
@@ -71,17 +72,17 @@ def test_bars_are_as_high_as_the_shares(made: dict[str, Figure]) -> None:
             heights = np.nansum(steps, axis=0)
             assert heights[::2] == pytest.approx(shares) and not heights[1::2].any()  # gaps between bars
         kinds = [next(bar.get_label() for bar in above.patches if bar.get_data()[0][2 * n] > 0) for n in range(16)]  # type: ignore[attr-defined]
-        words = [became.split()[0] for became in dispositions(each).values()]
+        words = [became.split()[0] for became in dispositions(each.plan, each.protected)]
         assert kinds == [word.replace("protected", "kept") for word in words]
         assert above.get_ylim() == below.get_ylim()
 
 
 def test_every_expert_has_one_disposition_and_layers_are_told_apart() -> None:
     each = layer(1, 16, 12, 1, rescaled=(4,))
-    found = dispositions(each)
+    found = dispositions(each.plan, each.protected)
     names = [each.name for each in named([layer(0), layer(0, module="vision.0"), layer(1)])]
     assert names == ["model.layers.0.mlp.experts", "vision.0", "Layer 1"]
-    assert sorted(found) == list(range(16)) and found[15] == "dropped" and found[11] == "protected as slot 11"
+    assert len(found) == 16 and found[15] == "dropped" and found[11] == "protected as slot 11"
     assert found[0] == found[12] == "merged into slot 0" and found[5] == "kept as slot 5"
     assert found[4] == "rescaled as slot 4"
     assert all_dispositions([each.plan] * 2) == "16 experts kept, 2 rescaled, 12 merged into 6 and 2 dropped"

@@ -107,7 +107,7 @@ def test_unknown_is_said_plainly_and_leaves_no_empty_figure() -> None:
                  "The reconstruction error was not measured", "None: no hubs were named",
                  "The accuracy gate was not run", "No times were recorded", "The peak memory was not recorded",
                  "The command was not recorded", "no text was read",
-                 "No routers were calibrated, and nothing was distilled", *bare().missing):  # fmt: skip
+                 *bare().missing):  # fmt: skip
         assert said in text
     assert "moe-compress gate org/some-moe-model smaller-model" in text
     assert [attributes["id"] for attributes, _ in tree.named("figure")] == ["figure-experts"]
@@ -140,7 +140,7 @@ def test_steps_may_be_repeated_or_change_nothing() -> None:
     again = {**STEPS[1], "result": {**STEPS[1]["result"], "before": 0.125, "after": 0.0625}}
     text = text_of(made(report(2, steps=(*STEPS, again))))
     assert "by hc-smoe, reconstruction, router calibration and distillation." in text
-    assert text.count("0.36 to 0.125 nats") == 2 and text.count("0.125 to 0.0625 nats") == 2
+    assert text.count("0.36 to 0.125 nats") == 1 and text.count("0.125 to 0.0625 nats") == 1
     assert text.count("0.36 after 0 steps, 0.13 after 30; the state after 20 was taken, at 0.125") == 2
     routers = {"name": "routers", "options": {}, "result": {"before": 0.4, "after": 0.4, "steps": []}}
     kept = {**STEPS[1], "result": {**STEPS[1]["result"], "changed": False}}

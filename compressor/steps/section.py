@@ -1,0 +1,77 @@
+"""What a step says about its options, decision and result; terminal, report and card show it."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from compressor.document.blocks import Block, Text, Words
+from compressor.errors import CompressionError
+from compressor.formatting import short
+from compressor.recipe.recipe import make_step
+from compressor.recipe.steps_plan import QUANTIZE, Plan, PlannedStep
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """What a step says, for all media."""
+
+    name: str  # the step's
+    summary: str  # what was done and what came of it: a sentence without its full stop
+    ways: Sequence[str] = ()  # what changed the model, in words
+    # what was fitted: single layers toward the base's, or the model as a whole
+    tuned: Literal["", "layers", "model"] = ""
+    facts: Mapping[str, Words] = field(default_factory=dict)  # options and decisions
+    blocks: Sequence[Block] = ()  # sentences and tables on the result
+    limits: Sequence[str] = ()  # sentences on what that does not mean
+
+    def shown(self) -> list[Block]:
+        """Return the summary with the blocks."""
+        return [Text(f"{self.summary}."), *self.blocks]
+
+
+def sections(plan: Plan, packed: bool = True) -> Iterator[Section]:
+    """Yield what each step says that has decided or done something, its name alone where it isn't
+    installed.
+
+    Of quantising, the last time is shown, and only if weights are still `packed`."""
+    for planned in plan.steps:
+        undone = planned.name == QUANTIZE and not (packed and planned is plan.of(QUANTIZE)[-1])
+        if undone or (planned.decision is None and planned.result is None):
+            continue
+        try:
+            yield make_step(planned.name, planned.options).step().describe(planned)
+        except CompressionError as error:
+            logger.debug("the step %s cannot describe its result: %s", planned.name, error)
+            yield Section(planned.name, planned.name)
+
+
+def is_changed(planned: PlannedStep) -> bool:
+    """Return True if a step on the whole model changed it: by its own record, or else if its
+    held-out KL fell."""
+    result = planned.result or {}
+    if "changed" in result:
+        return bool(result["changed"])
+    return "before" not in result or bool(result["after"] < result["before"])
+
+
+def divergence(result: Mapping[str, Any], changed: bool) -> str:
+    """Return KL from the base, loss and flips (other greedy tokens) on held-out text, before and
+    after."""
+    parts = []
+    for name, key in (("KL", ""), ("loss", "loss_"), ("flips", "flips_")):
+        before = result.get(f"{key}before")
+        if before is None and name != "KL":
+            continue
+        shown = flips if name == "flips" else short
+        later = f" to {shown(result.get(f'{key}after'))}" if changed else ""
+        unit = " nats per token from the base on held-out text" if name == "KL" else ""
+        parts.append(f"{name} {shown(before)}{later}{unit}")
+    return ", ".join(parts)
+
+
+def flips(share: Any) -> str:
+    """Return a share of positions in percent, with three digits."""
+    return f"{100 * share:.3g}%"
