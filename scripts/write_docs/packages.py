@@ -1,18 +1,14 @@
-"""List the packages of the product with their lines and imports, as docs/architecture.md shows them.
-
-    python -m scripts.list_packages          # print the table
-    python -m scripts.list_packages --write  # put it into docs/architecture.md
+"""The packages of the product with their lines and imports, as docs/architecture.md shows them.
 
 An arrow is an import, read from the source by `ast`, function-level and type-only ones included.
 """
 
-import argparse
 import ast
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- packages: begin -->", "<!-- packages: end -->"
 PRODUCT = ("compressor", "strategies", "exporters")
@@ -55,14 +51,8 @@ ORDER: Mapping[str, str] = {  # a package imports earlier ones only
     "comoe": "LoRA experts with a router beside linear layers",
     "gguf_files": "the files of llama.cpp: fewer experts, byte for byte",
 }
-OPTIONAL = (
-    "strategies",
-    "exporters",
-    "attribution",
-    "pathways",
-    "comoe",
-    "gguf_files",
-)  # found by entry points alone
+# Found by entry points alone.
+OPTIONAL = ("strategies", "exporters", "attribution", "pathways", "comoe", "gguf_files")
 PLACE = {name: place for place, name in enumerate(ORDER)}
 
 
@@ -77,7 +67,7 @@ class Import:
 
 
 def sources() -> Iterator[Path]:
-    """Every file of the product."""
+    """Yield every file of the product."""
     for name in PRODUCT:
         yield from sorted((ROOT / name).rglob("*.py"))
 
@@ -106,7 +96,7 @@ def module_of(file: Path) -> str:
 
 
 def imported_modules(node: ast.AST) -> list[str]:
-    """The modules that a statement imports; of `from package import name` the name too, if it is one."""
+    """Return the modules that a statement imports; of `from package import name` the name too, if it is one."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if not isinstance(node, ast.ImportFrom) or node.module is None:
@@ -118,68 +108,41 @@ def imported_modules(node: ast.AST) -> list[str]:
 
 
 def imports() -> list[Import]:
-    """Every import of one file of the product by another one."""
+    """Return every import of one file of the product by another one."""
     found = []
     for file in sources():
-        package = package_of(module_of(file))
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
+        package, path = package_of(module_of(file)), file.relative_to(ROOT)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             for name in dict.fromkeys(imported_modules(node)):
                 if name.split(".")[0] in PRODUCT:
-                    found.append(
-                        Import(
-                            file.relative_to(ROOT),
-                            getattr(node, "lineno", 0),
-                            package,
-                            package_of(name),
-                        )
-                    )
+                    line = getattr(node, "lineno", 0)
+                    found.append(Import(path, line, package, package_of(name)))
     return found
 
 
-def arrows(found: Iterable[Import]) -> dict[str, set[str]]:
-    """For each package the other ones that it imports."""
-    pairs = {name: set[str]() for name in ORDER}
-    for entry in found:
-        if entry.imported != entry.package:
-            pairs.setdefault(entry.package, set()).add(entry.imported)
-    return pairs
-
-
-def lines_of(package: str) -> tuple[int, int]:
-    """Lines and files of a package."""
-    files = [file for file in sources() if package_of(module_of(file)) == package]
-    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files), len(files)
+def arrows(found: Iterable[Import]) -> dict[str, list[str]]:
+    """Return for each package the other ones that it imports, without the words that all use."""
+    pairs = {(entry.package, entry.imported) for entry in found}
+    others = [name for name in ORDER if name != WORDS]
+    return {name: [o for o in others if o != name and (name, o) in pairs] for name in ORDER}
 
 
 def table() -> str:
-    """The packages, each after those that it imports, as Markdown."""
+    """Return the packages, each after those that it imports, as Markdown."""
+    files_of: dict[str, list[int]] = {name: [] for name in ORDER}
+    for file in sources():
+        lines = len(file.read_text(encoding="utf-8").splitlines())
+        files_of[package_of(module_of(file))].append(lines)
     reached = arrows(imports())
     rows = ["| package | what lives there | lines | files | imports |", "|---|---|---|---|---|"]
-    total, count = 0, 0
     for name, meaning in ORDER.items():
-        lines, files = lines_of(name)
-        total, count = total + lines, count + files
-        below = (
-            ", ".join(other for other in ORDER if other in reached[name] and other != WORDS) or "-"
-        )
-        rows.append(f"| {name} | {meaning} | {lines:,} | {files} | {below} |")
-    return "\n".join([*rows, f"| all | | {total:,} | {count} | |"])
+        size = f"{sum(files_of[name]):,} | {len(files_of[name])}"
+        rows.append(f"| {name} | {meaning} | {size} | {', '.join(reached[name]) or '-'} |")
+    files = [lines for package in files_of.values() for lines in package]
+    return "\n".join([*rows, f"| all | | {sum(files):,} | {len(files)} | |"])
 
 
-def main() -> None:
-    """Print the table, or write it into the page."""
-    parser = argparse.ArgumentParser(description="List the packages of the product.")
-    parser.add_argument(
-        "--write", action="store_true", help="put the table into docs/architecture.md"
-    )
-    if not parser.parse_args().write:
-        print(table())
-        return
-    text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+def page() -> str:
+    """Return docs/architecture.md with the table as it is now."""
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    return f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"

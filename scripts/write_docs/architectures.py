@@ -1,18 +1,12 @@
-"""Write docs/architectures.md: what works, found out by compressing a tiny model of every family, and what is refused.
+"""docs/architectures.md: what works, found out by compressing a tiny model of every family, and what is refused."""
 
-Run from the repository's root: python -m scripts.list_architectures [FAMILY ...]
-
-With names, only the rows of those families are made anew. All of them take half an hour on one core.
-"""
-
-import argparse
 import inspect
 import logging
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +27,7 @@ from compressor.steps.split.shape import split_shape
 from exporters import onnx
 from tests.support import zoo
 
-PAGE = Path("docs/architectures.md")
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
 COLUMNS = ("Family", "Model class", "Supported", "Routing", "Attribution", "ONNX", "Split", "Notes")
 EXACT = "exact"
 MARK = "@use_experts_implementation"
@@ -41,10 +35,10 @@ EXPERTS_CLASS = re.compile(r"^class \w*(?:Experts|MoE|Moe|SparseMLP)\(", re.MULT
 RUNTIME_FAULT = re.compile(
     r"\[ONNXRuntimeError\].*?running (\w+) node\..*?Status Message: (?:\S+:\d+ .*?\) )?"
 )
-SETTINGS: dict[str, dict[str, Any]] = {
-    "dbrx": {"attn_config": {"rope_theta": 10000.0}}
-}  # defaults that do not build
-INDEX_HEADS = 32  # as real sparse attention has; the tests' 2 score many tokens exactly 0, and ties are broken anyhow
+# Where defaults do not build.
+SETTINGS: dict[str, dict[str, Any]] = {"dbrx": {"attn_config": {"rope_theta": 10000.0}}}
+# As real sparse attention has; the tests' 2 score many tokens exactly 0, and ties are broken anyhow.
+INDEX_HEADS = 32
 HEADER = """# Architectures
 
 {supported} families of transformers {version} are supported: all that have its uniform experts interface, and
@@ -52,7 +46,7 @@ step3p7, which lacks its flags alone. Other Mixture-of-Experts families are refu
 So is a model with two MoE parts that count their experts separately, such as the whole
 `Qwen3OmniMoeForConditionalGeneration` (its thinker alone is supported).
 
-`scripts/list_architectures.py` writes this page: it merges eight experts of a tiny random model of each family into
+`python -m scripts.write_docs architectures` writes this page: it merges eight experts of a tiny random model of each family into
 four and reloads the result with stock transformers {version}. `tests/test_architectures.py` compares dropping and
 merging with surgery in memory, weight by weight.
 
@@ -127,19 +121,16 @@ def _routing(opened: list[OpenModel]) -> str:
 def _beside(opened: OpenModel) -> Iterator[str]:
     """What an MoE block holds beside the routed experts."""
     architecture, model = opened.architecture, opened.partial.model
-    routers = [
-        t
-        for layer in architecture.layers
-        for t in layer.tensors
-        if not t.key.startswith(f"{layer.name}.")
-    ]
-    sizes = {tensor.key: opened.partial.empty[tensor.key].dim() for tensor in routers}
-    leaves = sorted(
-        {key.rpartition(".")[2] for key, dims in sizes.items() if "weight" not in key or dims == 1}
-    )
+    leaves, extra = set[str](), 0
+    for layer in architecture.layers:
+        for tensor in layer.tensors:
+            if tensor.key.startswith(f"{layer.name}."):
+                continue
+            extra = max(extra, tensor.extra)
+            if "weight" not in tensor.key or opened.partial.empty[tensor.key].dim() == 1:
+                leaves.add(f"`{tensor.key.rpartition('.')[2]}`")
     if leaves:
-        yield f"beside the router's weight: {', '.join(f'`{leaf}`' for leaf in leaves)}"
-    extra = max(tensor.extra for tensor in routers)
+        yield f"beside the router's weight: {', '.join(sorted(leaves))}"
     names = [name.rpartition(".")[2] for name, _ in model.named_modules()]
     shared = any("shared" in name and re.search("expert|mlp", name) for name in names)
     if extra:
@@ -158,13 +149,11 @@ def _notes(opened: OpenModel) -> str:
         notes.append("stored one by one" if "expert" in kinds else "stored fused")
     else:
         notes.append("stored with the vision experts, so written through the model")
-    dense = len(architecture.decoder_layers) - len(
-        {layer.decoder_layer for layer in architecture.layers}
-    )
+    moe_layers = {layer.decoder_layer for layer in architecture.layers}
     names = {name for name, _ in experts_modules(opened.partial.model)}
     if names - {layer.name for layer in architecture.layers}:
         notes.append("two stacks of layers share their experts")
-    elif dense:
+    elif len(moe_layers) < len(architecture.decoder_layers):
         notes.append("dense layers")
     if any("vision" in layer.name for layer in architecture.layers):
         notes.append("vision experts too")
@@ -172,9 +161,7 @@ def _notes(opened: OpenModel) -> str:
         notes.append("its layers run several times, so only what needs no calibration")
     notes += _beside(opened)
     fields = vars(opened.config) | vars(opened.config.get_text_config())
-    heads = sorted(
-        key for key, value in fields.items() if HEADS.fullmatch(key) and isinstance(value, int)
-    )
+    heads = [key for key in sorted(fields) if HEADS.fullmatch(key) and isinstance(fields[key], int)]
     if heads:
         notes.append(f"its config announces a head by {', '.join(f'`{key}`' for key in heads)}")
     return "; ".join(notes)
@@ -230,16 +217,11 @@ def _onnx(place: Path, out: Path) -> str:
             shutil.rmtree(out, ignore_errors=True)
             continue
         others = sorted({route.route for route in found.fallen_back})
-        parts = [
-            bound(found.verification.largest_difference),
-            *([] if past else ["no cache"]),
-            *others,
-        ]
-        parts += (
-            ["not with `longrope`"]
-            if _branches_by_length(open_model(locate(str(place))).partial.model)
-            else []
-        )
+        parts = [bound(found.verification.largest_difference), *others]
+        if not past:
+            parts.insert(1, "no cache")
+        if _branches_by_length(open_model(locate(str(place))).partial.model):
+            parts.append("not with `longrope`")
         return ", ".join(parts)
     return f"no: {reason}"
 
@@ -333,61 +315,24 @@ def refused_row(family: str) -> Row:
     raise RuntimeError(f"{family} is not refused: give it a place in tests/support/zoo_configs.py")
 
 
-def _table(rows: list[str]) -> str:
-    rule = "|".join("---" for _ in COLUMNS)
-    return "\n".join([f"| {' | '.join(COLUMNS)} |", f"|{rule}|", *rows]) + "\n"
-
-
-def rows_of(text: str) -> dict[str, str]:
-    """A page's table lines by family."""
-    lines = [
-        line
-        for line in text.splitlines()
-        if line.startswith("| ") and not line.startswith(f"| {COLUMNS[0]} |")
-    ]
-    return {line.split("|")[1].strip(): line for line in lines}
-
-
-def page(rows: Mapping[str, str]) -> str:
-    """The whole page from a line for each family."""
-    supported = [rows[name] for name in sorted(zoo.FAMILIES)]
-    refused = [rows[name] for name in refused_families()]
-    header = HEADER.format(
-        version=transformers.__version__, supported=len(supported), heads=INDEX_HEADS
-    )
-    tested = "Their variants in the tests: " + ", ".join(sorted(zoo.VARIANTS)) + ".\n"
-    return "\n".join(
-        [header, "## Supported\n", _table(supported), tested, "## Refused\n", _table(refused)]
-    )
-
-
-def row_of(family: str) -> str:
-    """The line of one family."""
-    print(family, file=sys.stderr)
-    return (supported_row if family in zoo.FAMILIES else refused_row)(family).text()
-
-
-def main() -> None:
-    """Write the page, again after every row that it had already."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "families", nargs="*", metavar="FAMILY", help="all of them if none is named"
-    )
-    every = [*sorted(zoo.FAMILIES), *refused_families()]
-    wanted = parser.parse_args().families or every
-    if unknown := sorted(set(wanted) - set(every)):
-        parser.error(f"{unknown[0]} is no family with experts")
+def page_with(families: Sequence[str]) -> str:
+    """Return the page with the rows of these families made anew, or all of them."""
     transformers.logging.set_verbosity(logging.ERROR)
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    rows = rows_of(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else {}
-    for family in wanted:
-        rows[family] = row_of(family)
-        if set(every) <= set(rows):
-            PAGE.write_text(page(rows), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    supported, refused = sorted(zoo.FAMILIES), refused_families()
+    rows = {}
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("| "):
+            rows[line.split("|")[1].strip()] = line
+    for family in families or [*supported, *refused]:
+        print(family, file=sys.stderr)
+        row = supported_row(family) if family in zoo.FAMILIES else refused_row(family)
+        rows[family] = row.text()
+    facts = {"version": transformers.__version__, "heads": INDEX_HEADS}
+    parts = [HEADER.format(**facts, supported=len(supported)), "## Supported\n"]
+    head = f"| {' | '.join(COLUMNS)} |\n|{'|'.join('---' for _ in COLUMNS)}|"
+    parts.append("\n".join([head, *(rows[name] for name in supported), ""]))
+    parts.append(f"Their variants in the tests: {', '.join(sorted(zoo.VARIANTS))}.\n")
+    parts += ["## Refused\n", "\n".join([head, *(rows[name] for name in refused), ""])]
+    return "\n".join(parts)

@@ -7,7 +7,7 @@ import transformers
 
 from compressor import CompressionError
 from compressor.model.architecture import discover
-from scripts.list_architectures import PAGE, refused_families, refused_row, supported_row
+from scripts.write_docs.architectures import PAGE, refused_families, refused_row, supported_row
 from tests.support import zoo
 
 REFUSED = refused_families()

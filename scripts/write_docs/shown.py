@@ -1,14 +1,10 @@
-"""Make the outputs that pages show by the commands above them, in 80 columns, as a reader would see them.
-
-python -m scripts.write_shown_outputs                     # say which pages show something else now
-python -m scripts.write_shown_outputs --write [PAGE ...]  # put in what the commands print now
+"""The outputs that pages show below commands, in 80 columns, as a reader would see them.
 
 A block of text below `<!-- shown: FIRST | LAST; status N -->` holds the lines of the last commands that run, from the
 one that contains FIRST to the one that contains LAST (by default to the next empty line or the end), and N is the last
 command's exit status, by default 0. Pages are run one after the other, each in a folder of its own.
 """
 
-import argparse
 import os
 import re
 import shlex
@@ -19,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 COLUMNS = "80"
 RUN = re.compile(
@@ -41,11 +37,6 @@ class Printed:
     printed: str
     status: int
     ended: int
-
-    @property
-    def agrees(self) -> bool:
-        """True if the text is the same but for figures, which differ between machines."""
-        return (masked(self.shown), self.status) == (masked(self.printed), self.ended)
 
 
 def masked(text: str) -> list[str]:
@@ -119,30 +110,12 @@ def pages() -> list[Path]:
     return [page for page in PAGES if SHOWN.search(page.read_text(encoding="utf-8"))]
 
 
-def main() -> None:
-    """Compare or rewrite the blocks of all pages, or of those that are named."""
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help="put in what the commands print")
-    parser.add_argument("pages", nargs="*", type=Path)
-    given = parser.parse_args()
-    differing = 0
-    for page in [path.resolve() for path in given.pages] or pages():
-        found = list(blocks(page))
-        text = page.read_text(encoding="utf-8")
-        for block in reversed(found):
-            if block.status != block.ended:
-                print(
-                    f"{page.name}: exit status {block.ended} in place of {block.status}:\n{block.printed}"
-                )
-            if not block.agrees:
-                differing += 1
-                print(f"{page.name} shows:\n{block.shown}but the commands print:\n{block.printed}")
-            if given.write:
-                text = text[: block.start] + block.printed + text[block.start + len(block.shown) :]
-        if given.write:
-            page.write_text(text, encoding="utf-8")
-    raise SystemExit(1 if differing and not given.write else 0)
-
-
-if __name__ == "__main__":
-    main()
+def page_with_outputs(page: Path, figures: bool) -> str:
+    """Return a page with what its commands print now; without `figures` only where words differ."""
+    text = page.read_text(encoding="utf-8")
+    for block in reversed([*blocks(page)]):
+        if block.status != block.ended:
+            print(f"{page.name}: exit status {block.ended}, not {block.status}:\n{block.printed}")
+        if figures or masked(block.shown) != masked(block.printed):
+            text = text[: block.start] + block.printed + text[block.start + len(block.shown) :]
+    return text
