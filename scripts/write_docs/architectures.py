@@ -62,7 +62,7 @@ Differences are rounding errors and vary by processor, so each is given as a pow
 found. Models with an indexer were exported with {heads} index heads, because with 2 many tokens tie at a score of 0.
 
 DeepSeek-MoE-16B (`deepseek`) has no class in transformers, and can't load as `deepseek_v2`, whose attention is latent.
-As `qwen2_moe` it computes the same: `python recipes/deepseek_moe.py MODEL FOLDER` writes that checkpoint.
+As `qwen2_moe` it computes the same: `python examples/deepseek_moe.py MODEL FOLDER` writes that checkpoint.
 """
 
 

@@ -1,10 +1,18 @@
-"""Ask a model items, plain and with each combination of C3PO's settings, and tabulate them: what all recipes share.
+"""C3PO: which experts a question is routed to, optimised at test time (arXiv:2504.07964).
 
-    python run.py MODEL --reference FOLDER --tasks arc_easy --set optimizer=kernel,ngd,oracle --set layers=5,all
+    python recipes/c3po.py table1                                # the demo model, offline, on a CPU, in a minute
+    python recipes/c3po.py table1 org/model --tasks arc_easy --limit 100
+    python recipes/c3po.py table1 allenai/OLMoE-1B-7B-0924 --embedding nvidia/NV-Embed-v2 --trust-remote-code
 
-Reference sets are folders that `moe-compress reference` has written. The optimizer "oracle" knows each item's answer,
-and bounds what the others can gain. Coverage is the share of the top-k experts after optimisation that are among the n
-of largest weight before.
+The last is the paper: a GPU of 48 GB, by estimate 10 hours a row of NGD. A recipe asks the items of --tasks, plain and
+with each combination of its settings; --set NAME=VALUE,VALUE replaces one of them. The reference set is made of
+--reference-tasks, unless OUT has it already. The optimizer "oracle" knows each item's answer, and bounds what the
+others can gain. Forwards count decoder layers times tokens, thrice for a backward pass. Coverage is the share of the
+top-k experts after optimisation that are among the n of largest weight before.
+
+routers puts the average optimised pathway into the routers of a pruned model for good, the paper's open question, on
+calibration --text. The bias goes in at the best of its scales, even where held-out text says that none is a gain;
+record and card say so.
 """
 
 import argparse
@@ -18,6 +26,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from running import DEMO, moe_compress, parser
 from torch import Tensor
 
 from compressor.answers.items import Item, likelihoods, positions, tokenised
@@ -36,6 +45,37 @@ from compressor.pathways.reference import ReferenceSet, answers_right, read_refe
 from compressor.records import plain_json, read_as
 
 SHOWN = 8  # numbers of experts whose coverage the table shows
+# Name: the settings of each table; NEAR stands for the number of layers that the paper's 5 are.
+RECIPES = {
+    "table1": ("optimizer=mode,kernel,ngd,oracle layers=NEAR",),
+    "table3": ("tokens=1,2,3,5 layers=NEAR",),
+    "table9": (
+        "optimizer=kernel,ngd tokens=first:1,middle:1,last:1,last:3,all,scored layers=NEAR",
+    ),
+    "figure3": (
+        "layers=first:NEAR,middle:NEAR,last:NEAR,first:NEAR+middle:NEAR,first:NEAR+last:NEAR"
+        ",middle:NEAR+last:NEAR,all",
+    ),
+    "figure5": ("experts=8,12,16,20,32,64 layers=NEAR",),
+    "neighbours": ("neighbours=1,3,5,10 layers=NEAR", "radius=0.5 layers=NEAR"),
+    "kernels": ("optimizer=mode,kernel,ngd kernel=gaussian,matern,polynomial,linear layers=NEAR",),
+    "schedule": ("steps=5,10,50 schedule=cosine,constant layers=NEAR",),
+    "transfer": ("optimizer=kernel,ngd layers=NEAR",),  # also on a reference set of --other-tasks
+    "oracle": ("optimizer=ngd,oracle layers=NEAR,all",),
+    "efficiency": ("optimizer=mode,kernel,ngd layers=NEAR,all experts=20,1000",),  # 1000: all
+    "custom": ("",),  # settings by --set alone
+    "routers": (),
+}
+ON_DEMO = (
+    "moe_demo_facts,moe_demo_sorting",
+    "moe_demo_arithmetic",
+    "moe_demo_recall,moe_demo_reversal",
+)
+ON_OTHERS = (
+    "commonsense_qa,openbookqa,social_iqa",
+    "logiqa,mathqa",
+    "arc_challenge,arc_easy,hellaswag,mmlu,piqa,winogrande",
+)
 
 
 @dataclass(frozen=True)
@@ -69,15 +109,8 @@ def blocks(scores: Sequence[Score], items: int, top_k: int) -> tuple[Block, ...]
     for name, value in first.settings.items():
         if any(score.settings[name] != value for score in scores[1:]):
             varied.append(name)
-    columns = (
-        "settings",
-        *plain.accuracy,
-        "gain",
-        "± standard error",
-        "nats",
-        "forwards",
-        "seconds",
-    )
+    costs = ("nats", "forwards", "seconds")
+    columns = ("settings", *plain.accuracy, "gain", "± standard error", *costs)
     tables: list[Block] = [
         Table("Items answered right", columns, tuple(score.cells(varied) for score in scores))
     ]
@@ -127,36 +160,31 @@ def with_options(
     return PathwayAnswerer(model, answering.tokenizer, reference, options, answering.embed)
 
 
-def compare(arguments: argparse.Namespace) -> tuple[list[Score], int, int]:
+def compare(
+    given: argparse.Namespace, settings: Sequence[str], references: Sequence[Path]
+) -> tuple[list[Score], int, int]:
     """Return scores, the plain model's first; the number of items, and the largest top-k."""
-    sets = {
-        str(folder): read_reference(folder, arguments.embedding) for folder in arguments.reference
-    }
-    choices = combinations({"reference": list(sets), **varied(arguments.set)})
+    sets = {str(folder): read_reference(folder, given.embedding) for folder in references}
+    choices = combinations({"reference": list(sets), **varied(settings)})
     options = []
     for choice in choices:
         content = {name: value for name, value in choice.items() if name != "reference"}
         options.append(read_as(PathwayOptions, content, "--set", closed=True))
-    tasks = arguments.tasks.split(",") if arguments.tasks else ()
-    items = items_of(tasks, arguments.calibration, arguments.limit, arguments.include_path, False)
-    opened = open_model(locate(arguments.model), arguments.dtype, arguments.device)
+    items = items_of(given.tasks.split(","), None, given.limit, given.include_path, False)
+    opened = open_model(locate(given.model), given.dtype, given.device)
     first = next(iter(sets.values()))
-    answering = load_answering(opened, first, options[0], arguments.trust_remote_code)
+    answering = load_answering(opened, first, options[0], given.trust_remote_code)
     rows = tokenised(items, answering.tokenizer, opened.vocabulary, positions(opened.config))
     questions = [item for item, _ in rows]
 
     def grade(item: Item) -> tuple[bool, float]:
         forward = answering.run(item)
-        return answers_right(item, forward), float(
-            likelihoods(forward.logits, forward.rows)[item.right]
-        )
+        likelihood = likelihoods(forward.logits, forward.rows)[item.right]
+        return answers_right(item, forward), float(likelihood)
 
     plain, seconds = ask(questions, grade)
-    scores = [
-        Score(
-            {}, by_task(questions, plain[:, 0]), 0.0, 0.0, float(plain[:, 1].mean()), 1.0, seconds
-        )
-    ]
+    accuracy, likelihood = by_task(questions, plain[:, 0]), float(plain[:, 1].mean())
+    scores = [Score({}, accuracy, 0.0, 0.0, likelihood, 1.0, seconds)]
     for choice, chosen in zip(choices, options, strict=True):
         print(f"Asking {len(questions)} items: {choice}", file=sys.stderr)
         optimising = with_options(answering, chosen, sets[choice["reference"]])
@@ -189,34 +217,53 @@ def combinations(values: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def parsed(words: Sequence[str]) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model")
-    parser.add_argument("--reference", type=Path, action="append", required=True)
-    parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE,VALUE")
-    parser.add_argument("--tasks")
-    parser.add_argument("--calibration", type=Path, help="Items, as for `moe-compress reference`.")
-    parser.add_argument("--include-path", type=Path)
-    parser.add_argument("--limit", type=int)
-    parser.add_argument("--embedding", default=OWN)
-    parser.add_argument("--trust-remote-code", action="store_true")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--json", action="store_true", help="Print all figures as JSON.")
-    return parser.parse_args(words)
-
-
 def main() -> None:
-    """Print the comparison."""
-    arguments = parsed(sys.argv[1:])
-    try:
-        scores, items, top_k = compare(arguments)
-    except CompressionError as error:
-        sys.exit(f"Error: {error}")
-    print_report(arguments.json, plain_json(scores), blocks(scores, items, top_k))
+    """Run one table or figure."""
+    texts = {"text": "demo", "device": "auto", "dtype": "auto", "embedding": OWN}
+    later: dict[str, Any] = dict.fromkeys(("reference_tasks", "other_tasks", "tasks"))
+    options = {**texts, **later, "samples": 64, "trust_remote_code": False, "json": False}
+    made = parser(__doc__, RECIPES, **options, optimizer="own")
+    made.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE,VALUE")
+    made.add_argument("--include-path", type=Path, help="a folder with lm-eval task files")
+    made.add_argument("--limit", type=int, help="items of each task (default: 10 of demo's, 200)")
+    made.add_argument("--near", type=int, help="layers of the paper's 5 (default: 1 of the demo's)")
+    given = made.parse_args()
+    on_demo = given.model == str(DEMO)
+    for name, tasks in zip(later, ON_DEMO if on_demo else ON_OTHERS, strict=True):
+        setattr(given, name, getattr(given, name) or tasks)
+    given.limit = given.limit or (10 if on_demo else 200)
+    near, out = str(given.near or (1 if on_demo else 5)), given.out or Path("c3po")
+    if given.name == "routers":
+        calibration = ("--calibration", given.text, "--samples", given.samples)
+        routers = {"sequences": given.samples, "rounds": 1, "accept": "always"}
+        routers["optimizer"] = given.optimizer
+        flags = [word for name in routers for word in ("--set", f"routers.{name}={routers[name]}")]
+        words = ("-o", out / "model", "--ratio", 0.25, "--correct", "none", "--routers", "bias")
+        moe_compress("compress", given.model, *words, *calibration, *flags)
+        return
+
+    def reference(folder: Path, tasks: str) -> Path:
+        if not folder.is_dir():
+            words = ["--tasks", tasks, "--limit", given.limit, "--embedding", given.embedding]
+            words += ["--device", given.device, "--dtype", given.dtype]
+            words += ["--include-path", given.include_path] if given.include_path else []
+            words += ["--trust-remote-code"] if given.trust_remote_code else []
+            moe_compress("reference", given.model, "-o", folder, *words, stdout=sys.stderr)
+        return folder
+
+    out.mkdir(parents=True, exist_ok=True)
+    references = [reference(out / "reference", given.reference_tasks)]
+    if given.name == "transfer":
+        references.append(reference(out / "other", given.other_tasks))
+    for settings in RECIPES[given.name]:
+        by_name = {}
+        for setting in (*settings.replace("NEAR", near).split(), *given.set):
+            by_name[setting.partition("=")[0]] = setting
+        try:
+            scores, items, top_k = compare(given, [*by_name.values()], references)
+        except CompressionError as error:
+            sys.exit(f"Error: {error}")
+        print_report(given.json, plain_json(scores), blocks(scores, items, top_k))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """DeepSeek-MoE-16B as a Qwen2-MoE, which stock transformers loads: the same function, and other names.
 
-`python recipes/deepseek_moe.py deepseek-ai/deepseek-moe-16b-base FOLDER`, with a folder or an id of the Hub; needs a
+`python examples/deepseek_moe.py deepseek-ai/deepseek-moe-16b-base FOLDER`, with a folder or an id of the Hub; needs a
 CPU, memory for one shard, and the disk. Transformers has no `deepseek` model type. Its `deepseek_v2` has latent
 attention where DeepSeek-MoE has Llama's, so nothing of that would load. A Qwen2-MoE layer differs in one point: it
 multiplies the shared experts by sigmoid(w x). With w = 0 that is 1/2, and their down projection is doubled here,
