@@ -12,7 +12,7 @@ import compressor
 DEMO = Path(compressor.__file__).parent / "demo" / "checkpoint"
 
 
-def parser(text: str | None, names: Iterable[str], **options: Any) -> argparse.ArgumentParser:
+def parser(text: str | None, names: Iterable[str], /, **options: Any) -> argparse.ArgumentParser:
     """Return a parser of a recipe's name, a model and options with these defaults; None is decided later."""
     form = argparse.RawDescriptionHelpFormatter
     made = argparse.ArgumentParser(description=text, formatter_class=form)
