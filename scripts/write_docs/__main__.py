@@ -1,8 +1,8 @@
 """Write the parts of pages that are made from code: `python -m scripts.write_docs [--check] [PART ...]`.
 
-Parts are `packages` (docs/architecture.md), `schema` (the steps' options in docs/reference/plan.schema.json), `shown`
-(outputs below commands, minutes) and `architectures` (docs/architectures.md, half an hour); the first two are the
-default. `shown:PAGE` and `architectures:FAMILY` are one page or family. With --check nothing is written, and the exit
+Parts are `packages` (docs/architecture.md), `schema` (the steps' options in docs/reference/plan.schema.json),
+`statistics` (docs/plugins.md), `shown` (outputs below commands, minutes) and `architectures` (docs/architectures.md,
+half an hour); the first three are the default. `shown:PAGE` and `architectures:FAMILY` are one page or family. With --check nothing is written, and the exit
 status is 1 if a part has changed; figures of `shown` may differ.
 """
 
@@ -19,7 +19,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="compare only")
-    parser.add_argument("parts", nargs="*", metavar="PART", default=["packages", "schema"])
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", default=["packages", "schema", "statistics"]
+    )
     given = parser.parse_args()
     changed = False
     for part in given.parts:
@@ -28,13 +30,15 @@ def main() -> None:
             contents = {packages.PAGE: packages.page()}
         elif name == "schema":
             contents = {reference.SCHEMA: readable_json(reference.schema_with_options())}
+        elif name == "statistics":
+            contents = {reference.PLUGINS: reference.statistics_page()}
         elif name == "shown":
             pages = [Path(detail).resolve()] if detail else shown.pages()
             contents = {page: shown.page_with_outputs(page, not given.check) for page in pages}
         elif name == "architectures":
             contents = {architectures.PAGE: architectures.page_with([detail] if detail else [])}
         else:
-            parser.error(f"{name} is none of packages, schema, shown and architectures")
+            parser.error(f"{name} is none of packages, schema, statistics, shown and architectures")
         for page, content in contents.items():
             if page.read_text(encoding="utf-8") == content:
                 continue

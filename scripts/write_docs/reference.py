@@ -15,9 +15,11 @@ from compressor.cli.options import PANELS, with_all_options
 from compressor.cli.settings import SHOWN, recipe_options
 from compressor.model.serving import RULES, Served, breach_text
 from compressor.options import OPTIONS
+from compressor.statistics.statistics import STATISTICS
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reference"
 COMMANDS = "reference/command-line.md"  # in the site
+PLUGINS = FOLDER.parent / "plugins.md"
 SCHEMA = FOLDER / "plan.schema.json"
 STEPS = (Prune, Constants, Routers, Distill, Quantize)
 DESCRIBED = (Prune, Correct, *STEPS[1:])
@@ -211,6 +213,17 @@ def _type(entry: dict[str, Any]) -> str:
     if entry["type"] in ("array", ["array"]):
         return f"list of {_type(entry['items'])}s"
     return entry["type"] if isinstance(entry["type"], str) else " or ".join(entry["type"])
+
+
+def statistics_page() -> str:
+    """Return docs/plugins.md with the table of statistics as it is now."""
+    lines = ["| Statistic | Shape | Meaning |", "|---|---|---|"]
+    for name, entry in STATISTICS.items():
+        lines.append(f"| `{name}` | {entry.shape or '-'} | {entry.meaning} |")
+    before, rest = PLUGINS.read_text(encoding="utf-8").split("<!-- statistics: begin -->")
+    _, after = rest.split("<!-- statistics: end -->")
+    table = "\n".join(lines)
+    return f"{before}<!-- statistics: begin -->\n{table}\n<!-- statistics: end -->{after}"
 
 
 def servers_table() -> str:
