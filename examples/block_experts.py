@@ -17,4 +17,6 @@ influence = {sender.name: sender.total_influence for sender in after.of_kind("ex
 print(f"without {strongest}:")
 for sender in experts[:6]:
     label = f"L{sender.layer}E{sender.number}"
-    print(f"{label}: influence {sender.total_influence:.3f}, now {influence[sender.name]:.3f}")
+    print(
+        f"{label}: influence {sender.total_influence:.3f}, now {influence.get(sender.name, 0.0):.3f}"
+    )

@@ -233,6 +233,7 @@ def main() -> None:
         setattr(given, name, getattr(given, name) or tasks)
     given.limit = given.limit or (10 if on_demo else 200)
     near, out = str(given.near or (1 if on_demo else 5)), given.out or Path("c3po")
+    out.mkdir(parents=True, exist_ok=True)
     if given.name == "routers":
         calibration = ("--calibration", given.text, "--samples", given.samples)
         routers = {"sequences": given.samples, "rounds": 1, "accept": "always"}
@@ -251,7 +252,6 @@ def main() -> None:
             moe_compress("reference", given.model, "-o", folder, *words, stdout=sys.stderr)
         return folder
 
-    out.mkdir(parents=True, exist_ok=True)
     references = [reference(out / "reference", given.reference_tasks)]
     if given.name == "transfer":
         references.append(reference(out / "other", given.other_tasks))
