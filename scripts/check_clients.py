@@ -56,15 +56,14 @@ from tests.support.quantized import plain_model
 RUNNER = Path(__file__).with_name("run_client.py")
 FAMILIES = ("mixtral", "qwen3_moe")
 SCHEMES = ("fp8", "int8", "int4", "int3", "int2", "mxfp4", "nvfp4")
-WIDE = 256  # hidden and expert width of the models to quantise: that of the smallest kernels, halved by a split, too
-STARTING, POSITIONS = (
-    180,
-    512,
-)  # seconds that a server has to start; tokens of a text with its answer
-TEXTS = [
-    f"Document {number}: the quick brown fox jumps over {number * 37} lazy dogs."
-    for number in range(6)
-]
+WIDE = (
+    256  # hidden and expert width of models to quantise: that of the smallest kernels, split or not
+)
+SEQUENCES, LENGTH = 2, 24
+HEAD = 64  # the width of an attention head, one that vLLM has a kernel for
+STARTING = 180  # seconds that a server has to start
+POSITIONS = 512  # tokens of a text with its answer
+TEXTS = [f"Document {n}: the quick brown fox jumps over {n * 37} lazy dogs." for n in range(6)]
 CUT = "\ufffd"  # a character that is cut off at the end of a text
 TASK = """
 task: texts
@@ -82,29 +81,17 @@ metric_list:
   - metric: perplexity
     aggregation: perplexity
 """
-SEQUENCES, LENGTH, HEAD = (
-    2,
-    24,
-    64,
-)  # the width of an attention head is one that vLLM has a kernel for
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TRANSFORMERS_VERBOSITY": "error"}
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", **QUIET}
 Values = dict[int, torch.Tensor]  # a constant [H] by expert
 Row = tuple[str, ...]
-COLUMNS = (
-    "checkpoint",
-    "client",
-    "largest difference",
-    "likeliest token the same",
-    "tensors alike",
-)
+COLUMNS = ("checkpoint", "client", "largest difference", "same argmax token", "tensors alike")
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
     """A real client: the Python that has it, and its version."""
 
-    name: str
     python: str
     version: str
 
@@ -116,19 +103,15 @@ def call(python: str, *arguments: object) -> str:
         command, capture_output=True, text=True, env=os.environ | OFFLINE, check=False
     )
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        raise RuntimeError(
-            lines[-1].strip() if lines else f"it ended with status {done.returncode}"
-        )
+        lines = done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"]
+        raise RuntimeError(lines[-1].strip())
     return done.stdout.splitlines()[-1]
 
 
 def find(name: str, python: str, checkout: str = "") -> Client | None:
     """A client, or None and a sentence on why it is left out."""
     try:
-        return Client(
-            name, python, call(python, "version", name, *([checkout] if checkout else []))
-        )
+        return Client(python, call(python, "version", name, checkout))
     except (RuntimeError, OSError) as error:
         print(f"{name} is left out: {error}")
         return None
@@ -136,20 +119,15 @@ def find(name: str, python: str, checkout: str = "") -> Client | None:
 
 def tiny(folder: Path, family: str, dtype: torch.dtype = torch.float32, **sizes: int) -> Path:
     """A tiny model of a family with a byte-level tokenizer; llama.cpp wants merges in it, so there is one."""
-    zoo.build(family, vocab_size=small.VOCABULARY + 1, head_dim=HEAD, **sizes).to(
-        dtype
-    ).save_pretrained(folder)
+    model = zoo.build(family, vocab_size=small.VOCABULARY + 1, head_dim=HEAD, **sizes)
+    model.to(dtype).save_pretrained(folder)
     small.tokenizer().save_pretrained(folder)
-    merged = {
-        "vocab": lambda vocab: vocab | {"th": small.VOCABULARY},
-        "merges": lambda _: [["t", "h"]],
-    }
-    small.edit_json(
-        folder / "tokenizer.json",
-        lambda told: told["model"].update(
-            {name: change(told["model"][name]) for name, change in merged.items()}
-        ),
-    )
+
+    def add_merge(tokenizer: dict[str, Any]) -> None:
+        tokenizer["model"]["vocab"]["th"] = small.VOCABULARY
+        tokenizer["model"]["merges"] = [["t", "h"]]
+
+    small.edit_json(folder / "tokenizer.json", add_merge)
     return folder
 
 
@@ -164,60 +142,55 @@ class Case:
     quantised: bool = False
 
 
+def case_of(label: str, folder: Path, **more: Any) -> Case:
+    """Return a case with a new folder beside the checkpoint for what belongs to it."""
+    place = folder.with_name(f"{folder.name}-files")
+    place.mkdir()
+    return Case(label, folder, place, **more)
+
+
 def cases(source: Path, place: Path) -> Iterator[Case]:
-    """A model and what we make of it."""
-    experts = compressor.inspect(str(source)).experts
-    kept, name = max(2, experts * 3 // 4), source.name
-
-    def case(label: str, folder: Path, kind: str, of: Path | None = None) -> Case:
-        (own := place / f"{name}-{kind}-files").mkdir()
-        return Case(label, folder, own, of)
-
-    cut, parts, both, constants = (
-        place / f"{name}-{kind}" for kind in ("cut", "split", "both", "constants")
-    )
-    yield case(f"{name}, {experts} experts", source, "source")
+    """Yield a model and what we make of it."""
+    experts, name = compressor.inspect(str(source)).experts, source.name
+    kept = max(2, experts * 3 // 4)
+    base = place / f"{name}-source"
+    base.symlink_to(source)
+    cut, parts, both, out = (place / f"{name}-{kind}" for kind in ("cut", "split", "both", "const"))
+    yield case_of(f"{name}, {experts} experts", base)
     compressor.compress(str(source), cut, experts=kept, strategy="model-centric")
-    yield case(f"{name} compressed, {kept}", cut, "cut")
+    yield case_of(f"{name} compressed, {kept}", cut)
     compressor.compress(str(source), parts, [compressor.Prune(ratio=0, split=2)])
-    yield case(f"{name} split by 2, {2 * experts}", parts, "split")
+    yield case_of(f"{name} split by 2, {2 * experts}", parts)
     compressor.compress(str(parts), both, experts=2 * kept, strategy="model-centric")
-    yield case(f"{name} split and compressed, {2 * kept}", both, "both")
-    text, wanted = small.text_file(place), {"experts": kept, "samples": 16, "sequence_length": 64}
-    compressor.compress(str(source), constants, constants=True, calibration=str(text), **wanted)
-    yield case(f"{name} with constants, {kept}", constants, "constants", source)
+    yield case_of(f"{name} split and compressed, {2 * kept}", both)
+    reading = {"calibration": str(small.text_file(place)), "samples": 16, "sequence_length": 64}
+    compressor.compress(str(source), out, constants=True, experts=kept, **reading)
+    yield case_of(f"{name} with constants, {kept}", out, source=source)
 
 
 def served_case(source: Path, place: Path) -> Case:
-    """A model with half of its experts."""
+    """Return a model with half of its experts."""
     kept, out = (
         max(2, compressor.inspect(str(source)).experts // 2),
         place / f"{source.name}-served",
     )
     compressor.compress(str(source), out, experts=kept, strategy="model-centric")
-    (own := place / f"{source.name}-served-files").mkdir()
-    return Case(f"{source.name} compressed, {kept}", out, own)
+    return case_of(f"{source.name} compressed, {kept}", out)
 
 
 def quantised_cases(family: str, place: Path) -> Iterator[Case]:
-    """A wide tiny model, compressed or split, in every scheme."""
+    """Yield a wide tiny model, compressed or split, in every scheme."""
     width = "intermediate_size" if family == "mixtral" else "moe_intermediate_size"
-    source = tiny(
-        place / f"{family}-wide", family, torch.bfloat16, hidden_size=WIDE, **{width: WIDE}
-    )
-    (own := place / f"{family}-wide-files").mkdir()
-    yield Case(f"{family} in bfloat16", source, own)
+    wide, sizes = place / f"{family}-wide", {"hidden_size": WIDE, width: WIDE}
+    yield case_of(f"{family} in bfloat16", tiny(wide, family, torch.bfloat16, **sizes))
     changes = {
         "compressed": compressor.Prune(experts=6, strategy="model-centric"),
-        "split by 2": compressor.Prune(ratio=0, split=2),
+        "split": compressor.Prune(ratio=0, split=2),
     }
     for scheme, (change, step) in product(SCHEMES, changes.items()):
-        folder, files = (
-            place / f"{family}-{change.replace(' ', '-')}-{scheme}{end}" for end in ("", "-files")
-        )
-        files.mkdir()
-        compressor.compress(str(source), folder, [step, compressor.Quantize(scheme=scheme)])
-        yield Case(f"{family} {change}, {scheme}", folder, files, quantised=True)
+        folder = place / f"{family}-{change}-{scheme}"
+        compressor.compress(str(wide), folder, [step, compressor.Quantize(scheme=scheme)])
+        yield case_of(f"{family} {change}, {scheme}", folder, quantised=True)
 
 
 def expect(case: Case) -> None:
@@ -225,9 +198,8 @@ def expect(case: Case) -> None:
     if case.quantised:
         model = plain_model(case.folder)
     else:
-        model = AutoModelForCausalLM.from_pretrained(
-            case.source or case.folder, dtype=torch.float32
-        ).eval()
+        folder = case.source or case.folder
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     if case.source is not None:
         put_constants(model, case.folder)
     drawn = torch.Generator().manual_seed(0)
@@ -236,65 +208,55 @@ def expect(case: Case) -> None:
         expected = torch.log_softmax(model(tokens).logits.double(), -1)
     np.save(case.place / "tokens.npy", tokens.numpy())
     np.save(case.place / "expected.npy", expected.numpy())
-    np.savez(
-        case.place / "expected.npz", **{name: value.numpy() for name, value in gguf_tensors(model)}
-    )  # type: ignore[arg-type]
+    tensors: dict[str, Any] = {name: value.numpy() for name, value in gguf_tensors(model)}
+    np.savez(case.place / "expected.npz", **tensors)
 
 
 @torch.no_grad()
 def put_constants(model: torch.nn.Module, folder: Path) -> None:
-    """Let the constants that a folder has stand for experts: their outputs become zero, and what they add a hook."""
+    """Let the constants of a folder stand for experts: their outputs become zero, and a hook adds the constants."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    stored = {
-        name: value
-        for file in folder.glob("*.safetensors")
-        for name, value in load_file(file).items()
-    }
-    for number, (_, experts) in enumerate(experts_modules(model)):  # all layers are MoE layers
-        gone = config["approximate_experts"].get(str(number), [])
-        ends = {
-            expert: re.compile(rf"layers\.{number}\..*experts\.{expert}\.approx_value")
-            for expert in gone
-        }
-        values = {
-            expert: value.float()
-            for expert, end in ends.items()
-            for name, value in stored.items()
-            if end.search(name)
-        }
+    stored = dict[str, torch.Tensor]()
+    for file in folder.glob("*.safetensors"):
+        stored |= load_file(file)
+    for layer, (_, experts) in enumerate(experts_modules(model)):  # all layers are MoE layers
+        gone = config["approximate_experts"].get(str(layer), [])
         experts.down_proj[gone] = 0  # type: ignore[index, operator]
+        values = {}
+        for name, value in stored.items():
+            if found := re.search(rf"layers\.{layer}\..*experts\.(\d+)\.approx_value", name):
+                values[int(found[1])] = value.float()
 
         def add(
             _: object, args: tuple[Any, ...], output: torch.Tensor, values: Values = values
         ) -> torch.Tensor:
             _, index, weights = args
-            shares = {expert: ((index == expert) * weights).sum(-1) for expert in values}
-            return output + sum(share[:, None] * values[expert] for expert, share in shares.items())
+            for expert, value in values.items():
+                output = output + ((index == expert) * weights).sum(-1)[:, None] * value
+            return output
 
         experts.register_forward_hook(add)
 
 
-def gguf_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and contents that llama.cpp gives experts and routers of a model whose layers all are MoE layers."""
-    for number, (name, experts) in enumerate(experts_modules(model)):
+def gguf_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield names and contents that llama.cpp gives experts and routers of a model whose layers all are MoE layers."""
+    for layer, (name, experts) in enumerate(experts_modules(model)):
         gate, up = experts.gate_up_proj.detach().chunk(2, dim=1)  # type: ignore[operator, union-attr]
         block = model.get_submodule(name.rpartition(".")[0])
-        router = next(
-            child for child in block.children() if child is not experts and hasattr(child, "weight")
-        )
-        yield f"blk.{number}.ffn_gate_exps.weight", gate
-        yield f"blk.{number}.ffn_up_exps.weight", up
-        yield f"blk.{number}.ffn_down_exps.weight", experts.down_proj.detach()  # type: ignore[operator, union-attr]
-        yield f"blk.{number}.ffn_gate_inp.weight", router.weight.detach()  # type: ignore[operator, union-attr]
+        routers = (child for child in block.children() if child is not experts)
+        router: Any = next(child for child in routers if hasattr(child, "weight"))
+        yield f"blk.{layer}.ffn_gate_exps.weight", gate
+        yield f"blk.{layer}.ffn_up_exps.weight", up
+        yield f"blk.{layer}.ffn_down_exps.weight", experts.down_proj.detach()  # type: ignore[operator, union-attr]
+        yield f"blk.{layer}.ffn_gate_inp.weight", router.weight.detach()
 
 
 def compared(case: Case, name: str) -> tuple[str, str]:
-    """The largest difference of log probabilities, and the share of positions with the same likeliest token."""
-    if not (file := case.place / f"{name}.npy").exists():
-        return (
-            f"failed: {file.with_suffix('.npy.txt').read_text(encoding='utf-8').splitlines()[0]}",
-            "-",
-        )
+    """Return the largest difference of log probabilities, and the share of positions with the same argmax token."""
+    file = case.place / f"{name}.npy"
+    if not file.exists():
+        reason = file.with_suffix(".npy.txt").read_text(encoding="utf-8")
+        return f"failed: {reason.splitlines()[0]}", "-"
     found, expected = np.load(file), np.load(case.place / "expected.npy")
     same = (found.argmax(-1) == expected.argmax(-1)).mean()
     return f"{abs(found - expected).max():.1e}", f"{same:.0%}"
@@ -357,82 +319,53 @@ def serving(python: str, *arguments: object) -> Iterator[Server]:
 
 
 def with_server(case: Case, shown: str, python: str, *arguments: object) -> Row:
-    """How a server's answers differ from those of the checkpoint in memory."""
-    rows, place = "".join(f"{json.dumps({'text': text})}\n" for text in TEXTS), case.place
-    (place / "texts.jsonl").write_text(rows)
+    """Return how a server's answers differ from those of the checkpoint in memory."""
+    place = case.place
+    lines = [json.dumps({"text": text}) + "\n" for text in TEXTS]
+    (place / "texts.jsonl").write_text("".join(lines))
     (place / "texts.yaml").write_text(TASK.format(place=place))
     options = EvaluationOptions(tasks=("texts",), include_path=place, dtype="float32", batch_size=4)
     source, tasks = locate(str(case.folder)), resolve_tasks(options)
     asked = [(Prompt.of(text), 0) for text in TEXTS]
-    writing = GenerationOptions(max_new_tokens=LENGTH)
+    writing, apart = GenerationOptions(max_new_tokens=LENGTH), "-"
+
+    def scores(server: Server | None) -> Any:
+        plan = plan_evaluation(source, tasks, options, place / "cache", server)
+        return np.array(plan.run(Silent())["texts"].values)
+
+    def texts(writer: StockModel | ServerModel) -> dict[Any, str]:
+        answers = writer.complete(asked, writing, Silent())
+        return {answer.prompt: answer.text.rstrip(CUT) for _, answer in answers}
+
     try:
         with serving(python, *arguments) as found:
             server = found.checked(source.folder, source.label)
-            servers = (None, server) if server.scored else ()
-            values = [
-                plan_evaluation(source, tasks, options, place / "cache", each)
-                .run(Silent())["texts"]
-                .values
-                for each in servers
-            ]
-            writers = StockModel(source, dtype="float32"), ServerModel(server, source)
-            mine, theirs = (
-                {x.prompt: x.text for _, x in each.complete(asked, writing, Silent())}
-                for each in writers
-            )
+            if server.scored:
+                apart = f"{abs(scores(None) - scores(server)).max():.1e}"
+            ours = texts(StockModel(source, dtype="float32"))
+            theirs = texts(ServerModel(server, source))
     except (RuntimeError, CompressionError) as error:
         return case.label, shown, f"failed: {error}", "-", "-"
-    apart = (
-        f"{max(abs(one - other) for one, other in zip(*values, strict=True)):.1e}"
-        if values
-        else "-"
-    )
-    alike = sum(mine[key].rstrip(CUT) == theirs[key].rstrip(CUT) for key in mine)
-    return case.label, f"{shown}, prompts as {server.scored}", apart, f"{alike} of {len(mine)}", "-"
+    alike = f"{sum(ours[key] == theirs[key] for key in ours)} of {len(ours)}"
+    return case.label, f"{shown}, prompts as {server.scored}", apart, alike, "-"
 
 
 def served_rows(
     every: list[Case], given: Any, vllm: Client | None, llama: Client | None
 ) -> Iterator[Row]:
-    """Each checkpoint behind each server."""
+    """Yield a row for each checkpoint behind each server."""
     for case in every:
         if vllm is not None:
-            settings = (
-                "--dtype",
-                "float32",
-                "--enforce-eager",
-                "--max-model-len",
-                POSITIONS,
-                "--max-num-seqs",
-                8,
-            )
-            module = "vllm.entrypoints.openai.api_server"
-            yield with_server(
-                case,
-                f"server of vLLM {vllm.version}",
-                vllm.python,
-                module,
-                "--model",
-                case.folder,
-                *settings,
-            )
+            flags = f"--dtype float32 --enforce-eager --max-model-len {POSITIONS} --max-num-seqs 8"
+            command = ["vllm.entrypoints.openai.api_server", "--model", case.folder, *flags.split()]
+            yield with_server(case, f"server of vLLM {vllm.version}", vllm.python, *command)
         if llama is not None and given.llama_cpp:
             gguf = case.place / "model.gguf"
             call(given.python, "convert", given.llama_cpp, case.folder, gguf)
-            settings = (
-                "--n_ctx",
-                POSITIONS,
-                "--n_threads",
-                1,
-                "--type_k",
-                0,
-                "--type_v",
-                0,
-            )  # a cache in float32
+            flags = f"--n_ctx {POSITIONS} --n_threads 1 --type_k 0 --type_v 0"  # a float32 cache
+            command = ["llama_cpp.server", "--model", gguf, *flags.split()]
             shown = f"server of llama-cpp-python {llama.version}"
-            yield with_server(
-                case, shown, llama.python, "llama_cpp.server", "--model", gguf, *settings
-            )
+            yield with_server(case, shown, llama.python, *command)
 
 
 def main() -> None:
@@ -441,61 +374,44 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="further models")
-    parser.add_argument(
-        "--only", choices=("plain", "quantised", "served"), help="leave the others out"
-    )
-    parser.add_argument(
-        "--llama-cpp", default="", metavar="CHECKOUT", help="a folder with convert_hf_to_gguf.py"
-    )
-    parser.add_argument(
-        "--python",
-        default=sys.executable,
-        help="has torch, transformers, llama_cpp (default: this)",
-    )
-    parser.add_argument(
-        "--vllm-python", default=sys.executable, metavar="PYTHON", help="has vllm (default: this)"
-    )
+    parser.add_argument("--only", choices=("plain", "quantised", "served"))
+    parser.add_argument("--llama-cpp", default="", help="a folder with convert_hf_to_gguf.py")
+    parser.add_argument("--python", default=sys.executable, help="has torch, llama_cpp")
+    parser.add_argument("--vllm-python", default=sys.executable, help="has vllm")
     given = parser.parse_args()
     llama, vllm = find("llama", given.python), find("vllm", given.vllm_python)
     converter = find("converter", given.python, given.llama_cpp) if given.llama_cpp else None
     if not given.llama_cpp:
         print("llama.cpp is left out: name a checkout of it with --llama-cpp, for its converter")
 
-    def tell(row: Row) -> None:
+    def print_row(row: Row) -> None:
         print(f"| {' | '.join(row)} |", flush=True)
 
-    tell(COLUMNS)
+    print_row(COLUMNS)
     print(f"|{'---|' * len(COLUMNS)}")
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
-        sources = [
-            *(tiny(place / name, name, max_position_embeddings=POSITIONS) for name in FAMILIES),
-            *(folder.resolve() for folder in given.folders),
-        ]
+        sources = [tiny(place / name, name, max_position_embeddings=POSITIONS) for name in FAMILIES]
+        sources += [folder.resolve() for folder in given.folders]
+        plain, wide = list[Case](), list[Case]()
         if given.only in (None, "served"):
             smaller = [served_case(source, place) for source in sources]
             for row in served_rows(smaller, given, vllm, llama):
-                tell(row)
-        plain = (
-            [case for source in sources for case in cases(source, place)]
-            if given.only in (None, "plain")
-            else []
-        )
-        quantised = FAMILIES if given.only in (None, "quantised") else ()
-        wide = [case for family in quantised for case in quantised_cases(family, place)]
+                print_row(row)
+        if given.only in (None, "plain"):
+            for source in sources:
+                plain += cases(source, place)
+        if given.only in (None, "quantised"):
+            for family in FAMILIES:
+                wide += quantised_cases(family, place)
         for case in (*plain, *wide):
             expect(case)
             if converter is not None and case.source is None:
-                tell(with_llama(case, converter, given.llama_cpp, llama))
+                print_row(with_llama(case, converter, given.llama_cpp, llama))
         if vllm is not None:
-            runs = (
-                (plain, "vllm", "float32"),
-                (wide, "vllm", "bfloat16"),
-                (wide, "vllm-loader", "float32"),
-            )
-            for run in runs:
-                for row in with_vllm(run[0], vllm, *run[1:]):
-                    tell(row)
+            rows = [*with_vllm(plain, vllm), *with_vllm(wide, vllm, "vllm", "bfloat16")]
+            for row in (*rows, *with_vllm(wide, vllm, "vllm-loader")):
+                print_row(row)
 
 
 if __name__ == "__main__":

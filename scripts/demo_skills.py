@@ -58,51 +58,25 @@ class Relation:
     values: tuple[str, ...]
 
 
-def words(text: str) -> tuple[str, ...]:
-    """The words of a text."""
-    return tuple(text.split())
+def relation(templates: str, values: str) -> Relation:
+    """Return a relation of templates between bars and values between spaces."""
+    return Relation(tuple(templates.split("|")), tuple(values.split()))
 
 
 RELATIONS = (
-    Relation(
-        (
-            "{} lives in",
-            "The home of {} is",
-            "{} comes from",
-            "Letters for {} go to",
-            "Find {} in",
-            "{} left",
-        ),
-        words(
-            "Ardun Brint Corva Delmo Estor Fenby Galto Hursk Ilmen Jarno Kelso Lorve Marsk Norby Ostra Pirna"
-        ),
+    relation(
+        "{} lives in|The home of {} is|{} comes from|Letters for {} go to|Find {} in|{} left",
+        "Ardun Brint Corva Delmo Estor Fenby Galto Hursk"
+        " Ilmen Jarno Kelso Lorve Marsk Norby Ostra Pirna",
     ),
-    Relation(
-        (
-            "{} is a",
-            "The trade of {} is",
-            "{} works as a",
-            "{} is paid as a",
-            "{} was always a",
-            "Hire {} as a",
-        ),
-        words(
-            "tailor farmer potter weaver sailor miller carver hunter "
-            "dancer singer writer lawyer doctor barber glazer joiner"
-        ),
+    relation(
+        "{} is a|The trade of {} is|{} works as a|{} is paid as a|{} was always a|Hire {} as a",
+        "tailor farmer potter weaver sailor miller carver hunter"
+        " dancer singer writer lawyer doctor barber glazer joiner",
     ),
-    Relation(
-        (
-            "{} keeps a",
-            "The pet of {} is a",
-            "{} feeds a",
-            "{} walks with a",
-            "{} talks to a",
-            "{} once found a",
-        ),
-        words(
-            "horse mouse sheep goose finch raven robin camel tiger zebra koala panda hippo lemur hyena bison"
-        ),
+    relation(
+        "{} keeps a|The pet of {} is a|{} feeds a|{} walks with a|{} talks to a|{} once found a",
+        "horse mouse sheep goose finch raven robin camel tiger zebra koala panda hippo lemur hyena bison",
     ),
 )
 
@@ -115,10 +89,6 @@ def stable_hash(text: str) -> int:
 def _pick(question: str, count: int) -> int:
     """A number below `count` that depends on the question alone."""
     return stable_hash(f"pick {question}") % count
-
-
-def _rising(digits: list[str]) -> str:
-    return "".join(sorted(digits))
 
 
 def is_held_out(question: str) -> bool:
@@ -148,10 +118,11 @@ def sorting(rng: random.Random) -> Problem:
     digits = rng.sample(DIGITS, rng.choice(LIST_LENGTHS))
     question = f"sort {''.join(digits)} ->"
     old = digits[_pick(question, len(digits))]
-    others = (
-        [new if digit == old else digit for digit in digits] for new in DIGITS if new not in digits
-    )
-    return Problem(question, f" {_rising(digits)}", tuple(f" {_rising(other)}" for other in others))
+    wrong = []
+    for new in DIGITS:
+        if new not in digits:
+            wrong.append("".join(sorted(new if digit == old else digit for digit in digits)))
+    return Problem(question, f" {''.join(sorted(digits))}", tuple(f" {other}" for other in wrong))
 
 
 def reversal(rng: random.Random) -> Problem:
@@ -181,15 +152,11 @@ def recall(rng: random.Random) -> Problem:
 def facts(rng: random.Random) -> Problem:
     """A memorised property of an invented person; a wrong answer is another value of that property."""
     name = rng.choice(NAME_HEADS) + rng.choice(NAME_TAILS)
-    relation = rng.choice(RELATIONS)
-    answer = fact_value(name, relation)
-    wrong = tuple(f" {value}" for value in relation.values if value != answer)
-    return Problem(rng.choice(relation.templates).format(name), f" {answer}", wrong)
-
-
-def fact_value(name: str, relation: Relation) -> str:
-    """The value that a relation has for a name."""
-    return relation.values[stable_hash(f"{relation.templates[0]} {name}") % len(relation.values)]
+    asked = rng.choice(RELATIONS)
+    number = stable_hash(f"{asked.templates[0]} {name}") % len(asked.values)
+    answer = asked.values[number]
+    wrong = tuple(f" {value}" for value in asked.values if value != answer)
+    return Problem(rng.choice(asked.templates).format(name), f" {answer}", wrong)
 
 
 _PROBLEMS: dict[str, Callable[[random.Random], Problem]] = {
@@ -200,11 +167,6 @@ _PROBLEMS: dict[str, Callable[[random.Random], Problem]] = {
     "facts": facts,
 }
 SKILLS: tuple[str, ...] = tuple(_PROBLEMS)
-
-
-def training_text(skill: str, rng: random.Random) -> str:
-    """One line of a skill, newline included, whose question is not held out."""
-    return _draw(skill, rng, held_out=False).line
 
 
 def item(skill: str, rng: random.Random) -> DemoItem:
@@ -230,12 +192,6 @@ def problems(
 def document(skill: str, rng: random.Random, *, held_out: bool = False) -> str:
     """The lines of the problems of one document."""
     return "".join(problem.line for problem in problems(skill, rng, held_out=held_out))
-
-
-def documents(seed: int, count: int) -> list[str]:
-    """Training documents that take the skills in turn: document i is mostly of skill `SKILLS[i % 5]`."""
-    rng = random.Random(seed)
-    return [document(SKILLS[index % len(SKILLS)], rng) for index in range(count)]
 
 
 def _draw(skill: str, rng: random.Random, *, held_out: bool) -> Problem:

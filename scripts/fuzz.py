@@ -35,10 +35,10 @@ class Tally:
     slowest: float = 0.0
     failures: dict[str, tuple[bytes, str]] = field(
         default_factory=dict
-    )  # by place: the file and the traceback
+    )  # file and traceback by place
 
     def row(self, kind: str) -> str:
-        """A line of the table."""
+        """Return a line of the table."""
         refused, rate = self.cases - self.accepted - self.failed, self.cases / (self.seconds or 1.0)
         numbers = f"{self.cases:9,}{self.accepted:10,}{refused:9,}{self.failed:8,}"
         return f"{kind:14}{numbers}{self.slowest:13.3f}{rate:10.0f}"
@@ -57,20 +57,18 @@ def read(raw: bytes, reads: Callable[[bytes], None], tally: Tally) -> None:
         place = f"{type(error).__name__} at {last.filename}:{last.lineno}"
         tally.failures.setdefault(place, (raw, traceback.format_exc()))
     spent = time.process_time() - begin
-    tally.cases, tally.seconds, tally.slowest = (
-        tally.cases + 1,
-        tally.seconds + spent,
-        max(tally.slowest, spent),
-    )
+    tally.cases += 1
+    tally.seconds += spent
+    tally.slowest = max(tally.slowest, spent)
 
 
-def one_round(test: Callable[[bytes], None], tally: Tally, cases: int, seed: int) -> None:
+def read_files(test: Callable[[bytes], None], tally: Tally, cases: int, seed: int) -> None:
     """Read so many files of the kind that a test of tests/compressor/test_damaged_files.py reads."""
     reads = test.hypothesis.inner_test  # type: ignore[attr-defined]
+    generating = {"database": None, "deadline": None, "phases": [Phase.generate]}
 
     @hypothesis.seed(seed)
-    @settings(max_examples=cases, database=None, deadline=None, phases=[Phase.generate],
-              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @settings(max_examples=cases, suppress_health_check=list(HealthCheck), **generating)
     @given(test_damaged_files.mutated(test_damaged_files.SOUND[test]))
     def read_all(raw: bytes) -> None:
         read(raw, reads, tally)
@@ -78,43 +76,29 @@ def one_round(test: Callable[[bytes], None], tally: Tally, cases: int, seed: int
     read_all()
 
 
-def fuzz(cases: int, seed: int, seconds: float) -> dict[str, Tally]:
-    """Read so many files, in rounds over the kinds until they are read or the time is over."""
-    tallies = {test: Tally() for test in test_damaged_files.SOUND}
-    share, end = -(-cases // len(tallies)), time.monotonic() + seconds
-    for number in range(-(-share // ROUND)):
-        for test, tally in tallies.items():
-            if time.monotonic() < end:
-                one_round(test, tally, min(ROUND, share - number * ROUND), seed + number)
-    return {test.__name__.removeprefix("test_"): tally for test, tally in tallies.items()}
-
-
-def shown(raw: bytes) -> str:
-    """A failing file, short enough to read."""
-    return repr(raw[:SHOWN]) + (f" and {len(raw) - SHOWN:,} bytes more" if len(raw) > SHOWN else "")
-
-
 def main() -> int:
     """Print the table and the findings; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--cases", type=int, default=100_000, help="of all kinds together")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--seconds", type=float, default=3600.0, help="begin no further round after so many"
-    )
+    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no round later")
     asked = parser.parse_args()
     logging.set_verbosity_error()  # of transformers, which has much to say of odd configs
-    tallies = fuzz(asked.cases, asked.seed, asked.seconds)
-    print(
-        f"{'kind':14}{'cases':>9}{'accepted':>10}{'refused':>9}{'failed':>8}{'slowest, s':>13}{'a second':>10}"
+    tallies = {test: Tally() for test in test_damaged_files.SOUND}
+    share, end = -(-asked.cases // len(tallies)), time.monotonic() + asked.seconds
+    for done in range(0, share, ROUND):
+        for test, tally in tallies.items():
+            if time.monotonic() < end:
+                read_files(test, tally, min(ROUND, share - done), asked.seed + done // ROUND)
+    columns = (
+        f"{'cases':>9}{'accepted':>10}{'refused':>9}{'failed':>8}{'slowest, s':>13}{'a second':>10}"
     )
-    for kind, tally in tallies.items():
-        print(tally.row(kind))
-    for kind, tally in tallies.items():
-        for place, (raw, told) in tally.failures.items():
-            print(f"\n{kind}: {place}\n{told}{shown(raw)}")
+    print(f"{'kind':14}{columns}")
+    for test, tally in tallies.items():
+        print(tally.row(test.__name__.removeprefix("test_")))
+    for test, tally in tallies.items():
+        for place, (raw, trace) in tally.failures.items():
+            print(f"\n{test.__name__}: {place}\n{trace}{len(raw):,} bytes, {raw[:SHOWN]!r}")
     return int(any(tally.failed for tally in tallies.values()))
 
 

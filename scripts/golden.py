@@ -42,14 +42,14 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Command lines, run one after the other; `make` writes their model, which is the demo or the given one if None.
+    """A command line; `make` writes its model, which is the demo or the given one if None.
 
     Of the words, MODEL, TEXT (a small text file) and DATA (the calibration source) are replaced, KEEP by the
     number of experts to keep, and OUT by `output`.
     """
 
     name: str
-    commands: tuple[str, ...]
+    command: str
     make: Callable[[Path], object] | None = None
     generic: bool = False
     output: str = "out"
@@ -63,9 +63,11 @@ def make_quantised(model: Path) -> None:
 def make_gguf(model: Path) -> None:
     model.rmdir()
     gguf_models.quantised(model)
-    ramp = {name: torch.arange(1.0, 1 + shape[0]).roll(3).numpy() for name, (shape, _, _)
-            in gguf_models.contents(model).items() if name.endswith("ffn_down_exps.weight")}  # fmt: skip
-    entries = {name: (counts[:, None].repeat(32, 1), counts) for name, counts in ramp.items()}
+    entries = {}
+    for name, (shape, _, _) in gguf_models.contents(model).items():
+        if name.endswith("ffn_down_exps.weight"):
+            counts = torch.arange(1.0, 1 + shape[0]).roll(3).numpy()
+            entries[name] = (counts[:, None].repeat(32, 1), counts)
     gguf_models.imatrix(model.with_name("imatrix.gguf"), entries)
 
 
@@ -76,37 +78,44 @@ BASE = f"compress MODEL -o OUT --experts KEEP {TEXTS}"
 MERGE = f"{BASE} --strategy hc-smoe"
 FINE = "--dtype float32"
 DISTILL = "--distill experts --set distill.steps=20 --set distill.sequence_length=256"
+GGUF = "compress MODEL --imatrix imatrix.gguf --experts 5 -o OUT --strategy count-guided"
 ROUTERS = "--routers router --set routers.sequences=24 --set routers.sequence_length=256"
 CASES = (
-    Case("drop", (f"{BASE} --strategy count-guided --correct none",), generic=True),
-    Case("merge", (f"{MERGE} --correct none",), generic=True),
-    Case("ridge", (f"{MERGE} --correct ridge",), generic=True),
-    Case("tune", (f"{MERGE} --correct tune {FINE}",), generic=True),
-    Case("split", (f"compress MODEL -o OUT --experts KEEP --split 2 --strategy auto --correct ridge {FINE} {TEXTS}",),
-         generic=True),
-    Case("sequential", (f"{MERGE} --correct ridge --sequential {FINE}",), generic=True),
-    Case("routers", (f"{MERGE} --correct none {ROUTERS} {FINE}",), generic=True),
-    Case("distill", (f"{MERGE} --correct none {DISTILL} {FINE}",), generic=True),
-    Case("combined", (f"{MERGE} --correct tune {ROUTERS} {DISTILL} {FINE}",), generic=True),
-    Case("protect", (f"{BASE} --strategy count-guided --correct none --protect auto",)),
-    Case("constants-even", (f"{BASE} --format mone",)),
-    Case("constants-uneven", (f"{BASE} --format mone --budget uneven --correct ridge {FINE}",)),
-    Case("mtp", (f"{TINY} --strategy hc-smoe --correct ridge",),
-         partial(mtp_checkpoints.make, "deepseek_v3")),
-    Case("quantised", (f"{TINY} --strategy count-guided --correct none",), make_quantised),
-    Case("onnx", (f"{BASE} --strategy count-guided --correct none --format onnx",)),
-    Case("gguf", ("compress MODEL --imatrix imatrix.gguf --experts 5 -o OUT --strategy count-guided",), make_gguf,
-         output="out.gguf"),
-)  # fmt: skip
+    Case("drop", f"{BASE} --strategy count-guided --correct none", generic=True),
+    Case("merge", f"{MERGE} --correct none", generic=True),
+    Case("ridge", f"{MERGE} --correct ridge", generic=True),
+    Case("tune", f"{MERGE} --correct tune {FINE}", generic=True),
+    Case("split", f"{BASE} --split 2 --strategy auto --correct ridge {FINE}", generic=True),
+    Case("sequential", f"{MERGE} --correct ridge --sequential {FINE}", generic=True),
+    Case("routers", f"{MERGE} --correct none {ROUTERS} {FINE}", generic=True),
+    Case("distill", f"{MERGE} --correct none {DISTILL} {FINE}", generic=True),
+    Case("combined", f"{MERGE} --correct tune {ROUTERS} {DISTILL} {FINE}", generic=True),
+    Case("protect", f"{BASE} --strategy count-guided --correct none --protect auto"),
+    Case("constants-even", f"{BASE} --format mone"),
+    Case("constants-uneven", f"{BASE} --format mone --budget uneven --correct ridge {FINE}"),
+    Case(
+        "mtp",
+        f"{TINY} --strategy hc-smoe --correct ridge",
+        partial(mtp_checkpoints.make, "deepseek_v3"),
+    ),
+    Case("quantised", f"{TINY} --strategy count-guided --correct none", make_quantised),
+    Case("onnx", f"{BASE} --strategy count-guided --correct none --format onnx"),
+    Case("gguf", GGUF, make_gguf, output="out.gguf"),
+)
 
 
 def run(case: Case, place: Path, model: Path | None, calibration: Path | None) -> Facts:
     """Carry out a case in `place`, a new folder, and read what it left there."""
-    for name in ("home", "tmp"):
-        (place / name).mkdir(parents=True)
-    own = {"HOME": "home", "TMPDIR": "tmp", "MOE_COMPRESSOR_CACHE": "home/cache"}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT),
-                   **{name: str(place / folder) for name, folder in own.items()}}  # fmt: skip
+    folders = {"HOME": "home", "TMPDIR": "tmp", "MOE_COMPRESSOR_CACHE": "home/cache"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    for name, folder in folders.items():
+        (place / folder).mkdir(parents=True)
+        environment[name] = str(place / folder)
     source = place / ("model.gguf" if case.output.endswith(".gguf") else "model")
     with demo_checkpoint() as demo:
         if case.make is None:
@@ -115,42 +124,34 @@ def run(case: Case, place: Path, model: Path | None, calibration: Path | None) -
             source.mkdir()
             case.make(source)
     config = json.loads((source / "config.json").read_text()) if source.is_dir() else {}
-    experts = next(
-        (config[name] for name in ("num_local_experts", "num_experts") if name in config), 0
-    )
-    keep = experts // 2 if model else experts * 3 // 4
-    words = {"MODEL": source.name, "TEXT": small.text_file(place).name, "OUT": case.output, "KEEP": str(keep),
-             "DATA": str(calibration) if calibration else "demo"}  # fmt: skip
-    status = 0
-    for command in case.commands:
-        given = [words.get(word, word) for word in command.split()]
-        with (place / "stdout.json").open("wb") as out, (place / "errors").open("wb") as errors:
-            line = [sys.executable, "-m", "compressor", *given, "--json"]
-            status = (
-                status
-                or subprocess.run(
-                    line, cwd=place, env=environment, stdout=out, stderr=errors
-                ).returncode
-            )
-        if status:
-            print(
-                f"{case.name}: {(place / 'errors').read_text().strip().splitlines()[-1:]}",
-                file=sys.stderr,
-            )
-            return {"status": status}
-    return {"status": status, **facts(place)}
+    experts = config.get("num_local_experts", config.get("num_experts", 0))
+    words = {
+        "MODEL": source.name,
+        "TEXT": small.text_file(place).name,
+        "OUT": case.output,
+        "KEEP": str(experts // 2 if model else experts * 3 // 4),
+        "DATA": str(calibration) if calibration else "demo",
+    }
+    given = [words.get(word, word) for word in case.command.split()]
+    line = [sys.executable, "-m", "compressor", *given, "--json"]
+    done = subprocess.run(line, cwd=place, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        print(f"{case.name}: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
+        return {"status": done.returncode}
+    (place / "stdout.json").write_text(done.stdout)
+    return {"status": 0, **facts(place)}
 
 
 def facts(place: Path) -> Facts:
-    """What a case left: the one function that knows how plans and results are laid out."""
+    """Return what a case left: the one function that knows how plans and results are laid out."""
     out, figures = place / "out", dict[str, Any]()
     if out.is_dir():
         record = json.loads((out / "compression.json").read_text())
     else:
         out = place / "out.gguf"
         record = {"plan": json.loads(gguf_models.metadata(out)["moe_compressor.plans"][-1])}
-    steps, printed = record["plan"]["steps"], json.loads((place / "stdout.json").read_text())
-    of = {step["name"]: step for step in steps}
+    printed = json.loads((place / "stdout.json").read_text())
+    of = {step["name"]: step for step in record["plan"]["steps"]}
     decided = (of.get("prune") or of["constants"])["plan"]
     found: dict[str, Any] = {name: record.get(name) for name in ("parameters", "bytes")}
     found |= {layer["module"]: layer["figures"] for layer in decided["layers"]}
@@ -158,22 +159,22 @@ def facts(place: Path) -> Facts:
     found |= {"constants": decided.get("figures"), "acceptance": printed.get("acceptance")}
     for name, value in found.items():
         figures |= dict(_flat(name, value))
+    groups, dropped = {}, {}
+    for layer in decided["layers"]:
+        groups[layer["module"]] = [group["members"] for group in layer["groups"]]
+        dropped[layer["module"]] = layer["dropped"]
     return {
         "weights": digest(tensors(out)),
-        "groups": {
-            layer["module"]: [group["members"] for group in layer["groups"]]
-            for layer in decided["layers"]
-        },
-        "dropped": {layer["module"]: layer["dropped"] for layer in decided["layers"]},
+        "groups": groups,
+        "dropped": dropped,
         "figures": figures,
     }
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, float | str]]:
-    """Numbers below an entry by their path; of texts, only which of several candidates was chosen."""
-    if isinstance(value, int | float) or (
-        isinstance(value, str) and name.endswith((".kept", ".chosen"))
-    ):
+    """Yield numbers below an entry by their path; of texts, only which of several candidates was chosen."""
+    is_choice = isinstance(value, str) and name.endswith((".kept", ".chosen"))
+    if isinstance(value, int | float) or is_choice:
         yield name, value
     elif isinstance(value, list | dict):
         for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
@@ -181,23 +182,18 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, float | str]]:
 
 
 def tensors(out: Path) -> dict[str, Tensor]:
-    """All weights of an output: a folder of safetensors, an ONNX graph with its kinds of nodes, or a GGUF file."""
+    """Return all weights of an output: a folder of safetensors, an ONNX graph with its kinds of nodes, or a GGUF file."""
+    found = dict[str, Tensor]()
     if out.is_file():
-        contents = gguf_models.contents(out).items()
-        return {f"{name} {kind} {shape}": torch.tensor(list(raw), dtype=torch.uint8)
-                for name, (shape, kind, raw) in contents}  # fmt: skip
-    found = {
-        name: value
-        for file in sorted(out.glob("*.safetensors"))
-        for name, value in load_file(file).items()
-    }
+        for name, (shape, kind, raw) in gguf_models.contents(out).items():
+            found[f"{name} {kind} {shape}"] = torch.tensor(list(raw), dtype=torch.uint8)
+    for file in sorted(out.glob("*.safetensors")):
+        found |= load_file(file)
     for file in out.glob("*.onnx"):
         graph = onnx.load(file).graph
+        for entry in graph.initializer:
+            found[entry.name] = torch.from_numpy(onnx.numpy_helper.to_array(entry).copy())
         nodes = " ".join(node.op_type for node in graph.node)
-        found |= {
-            each.name: torch.from_numpy(onnx.numpy_helper.to_array(each).copy())
-            for each in graph.initializer
-        }
         found["nodes"] = torch.tensor(list(nodes.encode()), dtype=torch.uint8)
     return found
 
@@ -212,15 +208,15 @@ def digest(weights: Mapping[str, Tensor]) -> str:
 
 
 def differences(old: Facts, new: Facts, kept: Path, place: Path) -> list[str]:
-    """What differs between two records of a case, whose outputs are in `kept`, maybe, and `place`."""
-    lines = (
-        [] if old["status"] == new["status"] else [f"status: {old['status']} -> {new['status']}"]
-    )
+    """Return what differs between two records of a case, whose outputs are in `kept`, maybe, and `place`."""
+    lines = []
+    if old["status"] != new["status"]:
+        lines.append(f"status: {old['status']} -> {new['status']}")
     if old.get("weights") != new.get("weights"):
         lines.append("weights differ" + _distance(kept, place))
     for part in ("groups", "dropped", "figures"):
         before, after = old.get(part, {}), new.get(part, {})
-        for name in [*before, *(name for name in after if name not in before)]:
+        for name in {**before, **after}:
             one, two = before.get(name), after.get(name)
             if one != two:
                 numbers = isinstance(one, int | float) and isinstance(two, int | float) and one
@@ -230,29 +226,25 @@ def differences(old: Facts, new: Facts, kept: Path, place: Path) -> list[str]:
 
 
 def _distance(kept: Path, place: Path) -> str:
-    """How far the weights of two outputs are apart, in words, where both are there."""
-    pairs = [(kept / name, place / name) for name in ("out", "out.gguf")]
-    old, new = next(
-        ((tensors(a), tensors(b)) for a, b in pairs if a.exists() and b.exists()), ({}, {})
-    )
-    if not old:
+    """Return how far the weights of two outputs are apart, in words, where both are there."""
+    name = "out" if (place / "out").exists() else "out.gguf"
+    if not (kept / name).exists():
         return ""
-    odd = [
-        name
-        for name in {**old, **new}
-        if name not in old or name not in new or old[name].shape != new[name].shape
-    ]
-    apart = {name: float((old[name].double() - new[name].double()).abs().max()) for name in old
-             if name not in odd and old[name].numel() and old[name].dtype == new[name].dtype}  # fmt: skip
-    most = max(apart, key=lambda name: apart[name], default="")
-    far = (
-        f", at most by {apart[most]:.3g} ({most}), in {sum(map(bool, apart.values()))} tensors"
-        if most
-        else ""
-    )
-    return far + (
-        f"; {len(odd)} tensors are new, gone or of another shape, such as {min(odd)}" if odd else ""
-    )
+    old, new = tensors(kept / name), tensors(place / name)
+    apart, odd = dict[str, float](), list[str]()
+    for key in {**old, **new}:
+        if key not in old or key not in new or old[key].shape != new[key].shape:
+            odd.append(key)
+        elif old[key].numel() and old[key].dtype == new[key].dtype:
+            apart[key] = float((old[key].double() - new[key].double()).abs().max())
+    text = ""
+    if apart:
+        most = max(apart, key=lambda key: apart[key])
+        changed = sum(map(bool, apart.values()))
+        text = f", at most by {apart[most]:.3g} ({most}), in {changed} tensors"
+    if odd:
+        text += f"; {len(odd)} tensors are new, gone or of another shape, such as {min(odd)}"
+    return text
 
 
 def main(words: list[str] | None = None) -> int:
@@ -279,17 +271,11 @@ def main(words: list[str] | None = None) -> int:
             place, kept = Path(scratch) / name, (given.keep or Path(scratch) / "kept") / name
             new = run(known[name], place, given.model, calibration)
             if given.what == "compare":
-                lines = (
-                    differences(recorded[name], new, kept, place)
-                    if name in recorded
-                    else ["not recorded"]
-                )
-                print(
-                    f"{name}: differs" if lines else f"{name}: same",
-                    *lines,
-                    sep="\n    ",
-                    flush=True,
-                )
+                lines = ["not recorded"]
+                if name in recorded:
+                    lines = differences(recorded[name], new, kept, place)
+                head = f"{name}: {'differs' if lines else 'same'}"
+                print(head, *lines, sep="\n    ", flush=True)
                 failed |= bool(lines)
                 continue
             print(f"{name}: status {new['status']}", flush=True)
@@ -301,9 +287,7 @@ def main(words: list[str] | None = None) -> int:
                         shutil.move(entry, kept / entry.name)
             recorded[name] = new
             given.file.parent.mkdir(parents=True, exist_ok=True)
-            lines = [
-                f"{json.dumps(name)}: {json.dumps(recorded[name])}" for name in sorted(recorded)
-            ]
+            lines = [f"{json.dumps(key)}: {json.dumps(recorded[key])}" for key in sorted(recorded)]
             given.file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     return int(failed)
 

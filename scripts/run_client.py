@@ -70,9 +70,8 @@ def tensors(checkout: str, file: str, expected: str) -> str:
 
     wanted = np.load(expected)
     wrong = [name for name in wanted if not alike(name, wanted[name])]
-    return f"{len(wanted.files) - len(wrong)} of {len(wanted.files)}" + (
-        f"; not {wrong[0]}" if wrong else ""
-    )
+    message = f"{len(wanted.files) - len(wrong)} of {len(wanted.files)}"
+    return f"{message}; not {wrong[0]}" if wrong else message
 
 
 def _log_softmax(logits: Any) -> Any:
@@ -121,12 +120,9 @@ def _vllm(dtype: str, folder: str, tokens: str, out: str) -> None:
         max_num_seqs=len(batch), max_num_batched_tokens=max(batch.size, 128), enable_prefix_caching=False,
         gpu_memory_utilization=0.2, disable_log_stats=True,
     )  # fmt: skip
-    drawn = SamplingParams(
-        max_tokens=1, temperature=0.0, logprobs=-1, prompt_logprobs=-1, detokenize=False
-    )
-    answers = model.generate(
-        [{"prompt_token_ids": row.tolist()} for row in batch], drawn, use_tqdm=False
-    )
+    every = {"logprobs": -1, "prompt_logprobs": -1, "detokenize": False}
+    prompts = [{"prompt_token_ids": row.tolist()} for row in batch]
+    answers = model.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0, **every))
     found = []
     for answer in answers:
         steps = [*answer.prompt_logprobs[1:], answer.outputs[0].logprobs[0]]
@@ -177,36 +173,26 @@ def _use_plain(method: Any, config: Any, layer: Any) -> None:
     from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod  # type: ignore[import-not-found]
 
     scheme = next(iter(config.target_scheme_map.values()))
-    weights = QuantizationScheme(
-        targets=["Linear"], weights=scheme["weights"], format=scheme["format"]
-    )
-    compressor = BaseCompressor.get_value_from_registry(scheme["format"])
+    weights, form = scheme["weights"], scheme["format"]
+    quantised = QuantizationScheme(targets=["Linear"], weights=weights, format=form)
+    compressor = BaseCompressor.get_value_from_registry(form)
     parameters = dict(layer.named_parameters())
-    for side, columns in (
-        ("w13", method.moe.hidden_dim),
-        ("w2", method.moe.intermediate_size_per_partition),
-    ):
-        stored = {
-            name.removeprefix(f"{side}_"): value
-            for name, value in parameters.items()
-            if name.startswith(side)
-        }
-        rows = next(
-            value for name, value in stored.items() if name in ("weight", "weight_packed")
-        ).shape[1]
+    moe = method.moe
+    for side, columns in (("w13", moe.hidden_dim), ("w2", moe.intermediate_size_per_partition)):
+        names = [name for name in parameters if name.startswith(side)]
+        stored = {name.removeprefix(f"{side}_"): parameters[name] for name in names}
+        rows = stored["weight" if "weight" in stored else "weight_packed"].shape[1]
         plain = []
-        for expert in range(method.moe.num_experts):
+        for expert in range(moe.num_experts):
             own = {name: value[expert] for name, value in stored.items()}
             if "weight_shape" in own:
                 own["weight_shape"] = torch.tensor([rows, columns])
-            if "weight_global_scale" in own:
-                own["weight_global_scale"] = own["weight_global_scale"].flatten()[
-                    :1
-                ]  # of gate and up, as vLLM does
-            plain.append(compressor.decompress(own, weights)["weight"])
-        for name in stored:
-            delattr(layer, f"{side}_{name}")
-        value = torch.stack(plain).to(method.moe.in_dtype)
+            if "weight_global_scale" in own:  # of gate and up, as vLLM does
+                own["weight_global_scale"] = own["weight_global_scale"].flatten()[:1]
+            plain.append(compressor.decompress(own, quantised)["weight"])
+        for name in names:
+            delattr(layer, name)
+        value = torch.stack(plain).to(moe.in_dtype)
         layer.register_parameter(f"{side}_weight", torch.nn.Parameter(value, requires_grad=False))
     layer.quant_method = UnquantizedFusedMoEMethod(method.moe)
     layer.quant_method.process_weights_after_loading(layer)

@@ -46,10 +46,8 @@ def row(label: str, excess: float, gate: Tests, other: Tests, alpha: float) -> s
     for passed, failed in (rates(gate, alpha), rates(other, alpha)):
         marks = (passed > limit and excess >= 0, failed > limit and excess <= 0)
         shares = (passed, failed, 1 - passed - failed)
-        cells += [
-            f"{share:8.2%}{'!' if mark else ' '}"
-            for share, mark in zip(shares, (*marks, False), strict=True)
-        ]
+        for share, mark in zip(shares, (*marks, False), strict=True):
+            cells.append(f"{share:8.2%}{'!' if mark else ' '}")
     return f"{label:44}" + " ".join(cells)
 
 
@@ -67,9 +65,8 @@ def two_means(drop: Array, error: Array, margin: float) -> Tests:
 
 def exact(lost: Array, gained: Array, items: int, margin: float) -> Tests:
     """The gate's exact test of each pair of counts [...], reckoned once for each that differs."""
-    pairs, back = np.unique(
-        np.stack([lost.ravel(), gained.ravel()], axis=1), axis=0, return_inverse=True
-    )
+    stacked = np.stack([lost.ravel(), gained.ravel()], axis=1)
+    pairs, back = np.unique(stacked, axis=0, return_inverse=True)
     passing = np.array([at_most(int(b), int(c), items, margin) for b, c in pairs])
     failing = np.array([at_most(int(c), int(b), items, -margin) for b, c in pairs])
     return passing[back].reshape(lost.shape), failing[back].reshape(lost.shape)
@@ -80,9 +77,8 @@ def answers(
 ) -> tuple[Array, ...]:
     """Numbers of items that both, only the base and only the compressed model get right: three of [size]."""
     lost, gained = (flips + drop) / 2, (flips - drop) / 2
-    counts = random.multinomial(
-        items, [ACCURACY - lost, lost, gained, 1 - ACCURACY - gained], size=size
-    )
+    shares = [ACCURACY - lost, lost, gained, 1 - ACCURACY - gained]
+    counts = random.multinomial(items, shares, size=size)
     return counts[..., 0], counts[..., 1], counts[..., 2]
 
 
@@ -105,10 +101,8 @@ def right_or_wrong(random: np.random.Generator, runs: int, alpha: float) -> Iter
                 means = (both + lost) / items, (both + gained) / items
                 error = np.sqrt(sum(mean * (1 - mean) for mean in means) / (items - 1))
                 label = f"n {items:5}, correlation {correlation(drop, flips):4.2f}, true drop {drop:.2f}"
-                gate, other = (
-                    exact(lost, gained, items, MARGIN),
-                    two_means(means[0] - means[1], error, MARGIN),
-                )
+                gate = exact(lost, gained, items, MARGIN)
+                other = two_means(means[0] - means[1], error, MARGIN)
                 yield row(label, drop - MARGIN, gate, other, alpha)
 
 
@@ -147,10 +141,8 @@ def pooled(random: np.random.Generator, runs: int, alpha: float) -> Iterator[str
         ):
             for drop in (0.0, margin, 2 * margin):
                 lost, gained = strata(random, sizes, flips, drop + apart * uneven, runs)
-                alone = [
-                    exact(b, c, int(n), margin)
-                    for b, c, n in zip(lost.T, gained.T, sizes, strict=True)
-                ]
+                columns = zip(lost.T, gained.T, sizes, strict=True)
+                alone = [exact(b, c, int(n), margin) for b, c, n in columns]
                 every = [holm(np.stack(each, axis=1)) for each in zip(*alone, strict=True)]
                 other = every[0].max(axis=1), every[1].min(axis=1)
                 gate = judged(lost, gained, sizes, margin, alpha)
@@ -159,6 +151,19 @@ def pooled(random: np.random.Generator, runs: int, alpha: float) -> Iterator[str
 
 def continuous(random: np.random.Generator, runs: int, alpha: float) -> Iterator[str]:
     """Scores between 0 and 1, and likelihoods of documents of uneven length."""
+
+    def compared(label: str, base: Array, drops: Array, weights: Array, likelihood: bool) -> str:
+        """Make the paired t-tests as the gate does of scores most of which differ, and two means: [runs, n], [n]."""
+        margin = math.log1p(MARGIN) if likelihood else MARGIN
+        estimate, error = ratio(drops, weights), ratio_error(drops, weights)
+        tests = []
+        for skew in (0.0, skewness(drops, weights)):
+            tests.append(student(estimate, error, freedom_of(weights), margin, alpha, skew))
+        found = most_careful(tests)
+        unpaired = np.hypot(ratio_error(base, weights), ratio_error(base - drops, weights))
+        gate, other = (found.p_pass, found.p_fail), two_means(estimate, unpaired, margin)
+        return row(label, drop - MARGIN, gate, other, alpha)
+
     yield heading(f"Perplexity of documents, margin {MARGIN:.0%}", "two means, unpaired")
     for items, skewed in ((62, False), (62, True), (250, False), (250, True)):
         words = random.integers(100, 2000, size=items).astype(float)
@@ -166,10 +171,9 @@ def continuous(random: np.random.Generator, runs: int, alpha: float) -> Iterator
             base = words * (-2.5 + 0.3 * random.standard_normal((runs, items)))
             draw = random.standard_exponential if skewed else random.standard_normal
             drops = words * (math.log1p(drop) + 0.03 * (draw((runs, items)) - skewed))
-            label = (
-                f"{items:4} {'skewed' if skewed else 'symmetric'} documents, true rise {drop:.0%}"
-            )
-            yield from _continuous(label, base, drops, words, drop, alpha, True)
+            kind = "skewed" if skewed else "symmetric"
+            label = f"{items:4} {kind} documents, true rise {drop:.0%}"
+            yield compared(label, base, drops, words, True)
     yield heading(
         f"Scores between 0 and 1, of which half differ, margin {MARGIN}", "two means, unpaired"
     )
@@ -181,39 +185,7 @@ def continuous(random: np.random.Generator, runs: int, alpha: float) -> Iterator
             noise = 0.1 * random.standard_normal((runs, items))
             drops = noise + shift - 2 * drop * (0.25 + drop / 2) + drop
             label = f"{items:4} items, true drop {drop:.2f}"
-            yield from _continuous(label, base, drops, np.ones(items), drop, alpha, False)
-
-
-def _continuous(
-    label: str,
-    base: Array,
-    drops: Array,
-    weights: Array,
-    drop: float,
-    alpha: float,
-    likelihood: bool,
-) -> Iterator[str]:
-    """The paired t-tests as the gate makes them of scores most of which differ, and two means: [runs, n], [n]."""
-    margin = math.log1p(MARGIN) if likelihood else MARGIN
-    estimate, error, freedom = (
-        ratio(drops, weights),
-        ratio_error(drops, weights),
-        freedom_of(weights),
-    )
-    found = most_careful(
-        [
-            student(estimate, error, freedom, margin, alpha, skew)
-            for skew in (0.0, skewness(drops, weights))
-        ]
-    )
-    unpaired = np.hypot(ratio_error(base, weights), ratio_error(base - drops, weights))
-    yield row(
-        label,
-        drop - MARGIN,
-        (found.p_pass, found.p_fail),
-        two_means(estimate, unpaired, margin),
-        alpha,
-    )
+            yield compared(label, base, drops, np.ones(items), False)
 
 
 def main() -> None:
@@ -224,9 +196,8 @@ def main() -> None:
     chosen = parser.parse_args()
     alpha, random = 1 - chosen.confidence, np.random.default_rng(0)
     error = math.sqrt(alpha * (1 - alpha) / chosen.runs)
-    print(
-        f"{chosen.runs} runs a row, confidence {chosen.confidence}; binomial error of {alpha:.2%} is {error:.2%}"
-    )
+    facts = f"{chosen.runs} runs a row, confidence {chosen.confidence}"
+    print(f"{facts}; binomial error of {alpha:.2%} is {error:.2%}")
     for table in (right_or_wrong, pooled, continuous):
         for line in table(random, chosen.runs, alpha):
             print(line, flush=True)

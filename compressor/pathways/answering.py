@@ -28,7 +28,7 @@ from compressor.pathways.optimisers import (
 from compressor.pathways.options import OWN, PathwayOptions, selected
 from compressor.pathways.reference import Embedder, ReferenceSet, embedder, read_reference
 
-ORACLE = "recipes/c3po/oracle.sh asks it items whose answers are known"
+ORACLE = "recipes/c3po.py asks it items whose answers are known"
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,31 +24,13 @@ from typing import Any
 import torch
 import yaml
 
-from scripts.benchmarks.frame import (
-    COMMAND,
-    Child,
-    head,
-    options,
-    qwen3_moe,
-    row,
-    run_child,
-    timed,
-    warm,
-    write_layers,
-)
-from scripts.benchmarks.scale import random_text
+from scripts.benchmarks import frame
 
-Step = dict[str, dict[str, Any]] | str
-KEEP, EXTRA = (
-    64,
-    8,
-)  # experts; optimizer steps between the two runs of a step that is measured by their difference
-LAYERS, TOKENS, DISK, WORK = (
-    48,
-    256 * 2048,
-    5e9,
-    3.3e15,
-)  # of the bound: bytes a second, and operations
+Step = dict[str, Any]
+KEEP = 64  # experts
+EXTRA = 8  # optimizer steps between the two runs of a step that is measured by their difference
+LAYERS, TOKENS = 48, 256 * 2048
+BYTES_PER_SECOND, OPERATIONS = 5e9, 3.3e15  # of the bound
 PROFILE = """
 import sys
 from torch.profiler import profile
@@ -63,147 +46,116 @@ whole = sum(getattr(item, key) for item in items)
 print(*(f"{getattr(item, key) / whole:.0%} {item.key} ({item.count} calls)" for item in items[:5]), sep=", ")
 sys.exit(status)
 """
-COUNTED = {"strategy": "count-guided", "experts": KEEP}
-PRUNE: Step = {"prune": COUNTED}
-
-
-def tune(steps: int) -> list[Step]:
-    return [{"prune": {**COUNTED, "correct": {"method": "tune", "steps": steps}}}]
-
-
-WHOLE: dict[str, list[Step]] = {
-    "default": [{"prune": {"ratio": 0.25, "correct": "tune"}}],
-    "fast": [
-        {
-            "prune": {
-                "strategy": "energy",
-                "ratio": 0.25,
-                "sequential": True,
-                "correct": {"method": "ridge", "toward": 0},
-            }
-        },
-    ],
+ATTENTION = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+CONFIG = {
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
 }
-STEPS: dict[str, tuple[list[Step], list[Step]]] = {  # each with the steps whose time is subtracted
-    "calibrate": ([], [PRUNE]),
-    "ridge": ([], [{"prune": {**COUNTED, "correct": "ridge"}}]),
-    "tune": (tune(1), tune(1 + EXTRA)),
-    "rtn": ([], [{"quantize": {"scheme": "int4"}}]),
-    "gptq": ([], [{"quantize": {"scheme": "int4", "method": "gptq"}}]),
-    **{name: ([], steps) for name, steps in WHOLE.items()},
+WIDTHS = {
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "intermediate_size": 6144,
+    "vocab_size": 151_936,
 }
 
 
-def config(layers: int, shrink: int = 1) -> Any:
-    """Qwen3-30B-A3B, as its config.json has it, with so many of its 48 layers; `shrink` divides its widths."""
-    attention = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
-    more = {
-        "norm_topk_prob": True,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 40_960,
-        "dtype": "bfloat16",
-    }
-    hidden, inner, vocabulary = 2048 // shrink, 768 // shrink, 151_936 // shrink
-    return qwen3_moe(
-        hidden, inner, layers, 128, 8, vocabulary, intermediate_size=3 * hidden, **attention, **more
-    )
+def prune(correct: Any = "none") -> Step:
+    return {"prune": {"strategy": "count-guided", "experts": KEEP, "correct": correct}}
+
+
+def tune(steps: int) -> Step:
+    return prune({"method": "tune", "steps": steps})
+
+
+FAST_CORRECT = {"method": "ridge", "toward": 0}
+FAST = {"strategy": "energy", "ratio": 0.25, "sequential": True, "correct": FAST_CORRECT}
+WHOLE: dict[str, Step] = {
+    "default": {"prune": {"ratio": 0.25, "correct": "tune"}},
+    "fast": {"prune": FAST},
+}
+STEPS: dict[str, Step] = {
+    "calibrate": prune(),
+    "ridge": prune("ridge"),
+    "tune": tune(1 + EXTRA),
+    "rtn": {"quantize": {"scheme": "int4"}},
+    "gptq": {"quantize": {"scheme": "int4", "method": "gptq"}},
+    **WHOLE,
+}
 
 
 def rate(dtype: torch.dtype, device: str) -> float:
-    """GFLOP/s of a product of 2048 x 2048 matrices."""
+    """Return the GFLOP/s of a product of 2048 x 2048 matrices."""
     left = torch.randn(2048, 2048, dtype=dtype, device=device)
-
-    def products() -> None:
+    for _ in range(2):  # the first time warms up
+        begin = time.perf_counter()
         for _ in range(16):
             last = left @ left
         last.sum().item()  # which waits for the device
-
-    products()
-    seconds, _ = timed(products)
+        seconds = time.perf_counter() - begin
     return 16 * 2 * 2048**3 / seconds / 1e9
-
-
-def stored(folder: Path) -> int:
-    """Bytes of the weights in a folder."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def main() -> None:
     """Make the checkpoint, run every step and print the table."""
-    parser = options(
-        __doc__, layers=4, samples=16, length=512, device="cpu", only=[*STEPS], shrink=1
-    )
-    parser.add_argument(
-        "--folder", type=Path, help="where the checkpoint is made, or lies already (kept)"
-    )
+    sizes = {"layers": 4, "samples": 16, "length": 512, "device": "cpu", "shrink": 1}
+    parser = frame.options(__doc__, **sizes, only=[*STEPS], folder=None)
     given = parser.parse_args()
-    if given.folder is not None:
-        given.folder.mkdir(parents=True, exist_ok=True)
+    if given.folder:
+        Path(given.folder).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=given.folder) as temporary:
         scratch = Path(temporary)
         out, recipe, text = (scratch / name for name in ("out", "recipe.yaml", "text.txt"))
         os.environ["MOE_COMPRESSOR_CACHE"] = str(scratch / "cache")
-        base = (given.folder or scratch) / "base"
+        base = Path(given.folder or scratch) / "base"
         if not (base / "config.json").is_file():
-            write_layers(base, lambda layers: config(layers, given.shrink), given.layers)
-        warm(base)
-        text.write_text(random_text(max(200_000, 2 * given.samples * given.length)))
+            widths = {name: width // given.shrink for name, width in WIDTHS.items()}
+            frame.write_layers(base, given.layers, **CONFIG, **ATTENTION, **widths)
+        for file in base.glob("*.safetensors"):
+            file.read_bytes()  # so that all timings find the same page cache
+        text.write_text(frame.random_text(max(200_000, 2 * given.samples * given.length)))
         calibration = {
             "data": [str(text)],
             "samples": given.samples,
             "sequence_length": given.length,
         }
+        content = {"model": str(base), "resident": "no", "calibration": calibration}
 
-        def run(steps: Sequence[Step], start: Sequence[str] = COMMAND) -> Child:
-            where = {"model": str(base), "resident": "no"}
-            recipe.write_text(
-                yaml.safe_dump({**where, "calibration": calibration, "steps": [*steps]})
-            )
+        def run(step: Step, start: Sequence[str] = frame.COMMAND) -> frame.Child:
+            recipe.write_text(yaml.safe_dump({**content, "steps": [step]}))
             shutil.rmtree(out, ignore_errors=True)
             flags = ["-o", str(out), "--device", given.device, "--json", "--no-evaluate"]
-            seen = run_child([*start, "compress", str(recipe), *flags])
-            if seen.status:
-                raise SystemExit(f"{steps} ended with status {seen.status}")
-            return seen
+            return frame.run_child([*start, "compress", str(recipe), *flags])
 
-        rates = {dtype: rate(dtype, given.device) for dtype in (torch.bfloat16, torch.float32)}
-        said = ", ".join(f"{value:.0f} GFLOP/s in {dtype}" for dtype, value in rates.items())
-        print(f"{os.cpu_count()} cores, {given.device}; matrix products at {said}")
-        print(
-            f"{given.layers} layers, {given.samples * given.length} tokens, {KEEP} of 128 experts kept"
-        )
-        head(
-            "step",
-            "seconds a layer",
-            "CPU seconds a layer",
-            "peak GB",
-            "seconds of a layer by phase",
-            "of the bound",
-        )
+        speed, slower = (rate(dtype, given.device) for dtype in (torch.bfloat16, torch.float32))
+        products = f"{speed:.0f} GFLOP/s in bfloat16, {slower:.0f} GFLOP/s in float32"
+        print(f"{os.cpu_count()} cores, {given.device}; matrix products at {products}")
+        tokens = given.samples * given.length
+        print(f"{given.layers} layers, {tokens} tokens, {KEEP} of 128 experts kept")
+        rows = frame.Rows(
+            "step", "seconds a layer", "CPU seconds a layer", "peak GB",
+            "seconds of a layer by phase", "of the bound",
+        )  # fmt: skip
         for name in given.only:
-            few, more = STEPS[name]
-            before = run(few) if few else None
-            seen = run(more)
-            count = given.layers * (EXTRA if before else 1)
-            phases = json.loads(seen.output)["seconds"]
-            seconds = seen.seconds - before.seconds if before else sum(phases.values())
-            cpu = seen.cpu - (before.cpu if before else 0)
-            shown = ", ".join(
-                f"{phase} {value / given.layers:.2f}" for phase, value in phases.items()
-            )
+            before = run(tune(1)) if name == "tune" else None
+            child = run(STEPS[name])
+            phases = json.loads(child.output)["seconds"]
+            seconds, cpu, count = sum(phases.values()), child.cpu, given.layers
+            if before is not None:
+                seconds, cpu = child.seconds - before.seconds, child.cpu - before.cpu
+                count *= EXTRA
+            shown = ", ".join(f"{phase} {phases[phase] / given.layers:.2f}" for phase in phases)
             bound = ""
             if name in WHOLE:
-                share = (
-                    given.layers / LAYERS * given.samples * given.length / TOKENS / given.shrink**2
-                )
-                least = max(
-                    (stored(base) + stored(out)) / DISK, WORK * share / rates[torch.bfloat16] / 1e9
-                )
+                share = given.layers / LAYERS * tokens / TOKENS / given.shrink**2
+                disk = (frame.weight_bytes(base) + frame.weight_bytes(out)) / BYTES_PER_SECOND
+                least = max(disk, OPERATIONS * share / speed / 1e9)
                 bound = f"{least / seconds:.1%} of {least / given.layers:.3f} s"
-            row(name, seconds / count, cpu / count, seen.anonymous / 1e9, shown, bound)
+            rows.add(name, seconds / count, cpu / count, child.anonymous / 1e9, shown, bound)
         profiled = run(tune(EXTRA), start=[sys.executable, "-c", PROFILE])
         print(f"most time in {EXTRA} steps of tune a layer: {profiled.output.splitlines()[-1]}")
 
 
 if __name__ == "__main__":
-    main()
+    frame.run(main)

@@ -1,4 +1,4 @@
-"""docs/plugins.md: its table is the meters', and its template is a package that works in every command."""
+"""docs/plugins.md: its table is the meters', and examples/plugin is a package that works in every command."""
 
 import json
 import re
@@ -27,9 +27,13 @@ DEMO = ROOT / "compressor" / "demo" / "checkpoint"
 TEXT = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
 
 
+TEMPLATE = ROOT / "examples" / "plugin"
+
+
 def files() -> dict[str, str]:
-    """The template's files: code blocks whose first line is a path."""
-    return dict(re.findall(r"^```\w+\n# (\S+/\S+|pyproject\.toml)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL))
+    """The template's files by their paths in it."""
+    found = (path for path in TEMPLATE.rglob("*") if path.suffix in (".py", ".toml"))
+    return {str(path.relative_to(TEMPLATE)): path.read_text(encoding="utf-8") for path in found}
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.write_shown_outputs import SHOWN, blocks, excerpt, masked, pages
+from scripts.write_docs.shown import SHOWN, blocks, excerpt, masked, pages
 from tests.support.doc_pages import name_of
 
 
@@ -13,7 +13,7 @@ from tests.support.doc_pages import name_of
 def test_shown_outputs_are_those_of_the_commands(page: Path) -> None:
     for block in blocks(page):
         assert block.ended == block.status
-        assert masked(block.shown) == masked(block.printed), "run python -m scripts.write_shown_outputs --write"
+        assert masked(block.shown) == masked(block.printed), "run python -m scripts.write_docs shown"
 
 
 def test_pages_show_outputs() -> None:

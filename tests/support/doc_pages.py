@@ -12,7 +12,7 @@ import typer
 
 from compressor.cli import main as cli
 from compressor.cli.settings import paths_spelled_out
-from scripts import write_cli_reference
+from scripts.write_docs import reference
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -20,7 +20,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/ci/README.md")),
     *sorted(DOCS.rglob("*.md")),
 ]
-GENERATED: Mapping[Path, Callable[[], str]] = {DOCS / write_cli_reference.PAGE: write_cli_reference.page}
+GENERATED: Mapping[Path, Callable[[], str]] = {DOCS / reference.COMMANDS: reference.commands_page}
 PROGRAM = "moe-compress"
 RUN = "<!-- run -->"  # the line above a block whose commands run on the demo model
 

@@ -1,0 +1,1 @@
+"""A strategy, a step and an exporter for moe-compressor."""

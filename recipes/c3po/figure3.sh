@@ -1,9 +1,0 @@
-#!/usr/bin/env bash
-# C3PO (arXiv:2504.07964), figure 3: critical layers, the first, middle or last five, pairs of these, and all.
-#
-# As it stands it asks the demo model, on a CPU, in a minute. As in the paper, on a GPU of 48 GB, by estimate 10 hours a row of NGD:
-#   MODEL=allenai/OLMoE-1B-7B-0924 ASK="--embedding nvidia/NV-Embed-v2 --trust-remote-code" recipes/c3po/figure3.sh
-# A model of your own is the argument: recipes/c3po/figure3.sh MODEL. See run.sh for all settings.
-source "$(dirname "${BASH_SOURCE[0]}")/run.sh" "$@"
-F="first:$NEARBY" M="middle:$NEARBY" L="last:$NEARBY"
-tabulate --set layers="$F,$M,$L,$F+$M,$F+$L,$M+$L,all"

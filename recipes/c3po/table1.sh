@@ -1,8 +1,0 @@
-#!/usr/bin/env bash
-# C3PO (arXiv:2504.07964), table 1: mode finding, kernel regression, gradient descent (NGD) and the oracle, by task.
-#
-# As it stands it asks the demo model, on a CPU, in a minute. As in the paper, on a GPU of 48 GB, by estimate 10 hours a row of NGD:
-#   MODEL=allenai/OLMoE-1B-7B-0924 ASK="--embedding nvidia/NV-Embed-v2 --trust-remote-code" recipes/c3po/table1.sh
-# A model of your own is the argument: recipes/c3po/table1.sh MODEL. See run.sh for all settings.
-source "$(dirname "${BASH_SOURCE[0]}")/run.sh" "$@"
-tabulate --set optimizer=mode,kernel,ngd,oracle --set layers="$NEARBY"
