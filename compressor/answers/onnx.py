@@ -246,7 +246,11 @@ class OnnxModel(Model):
     def complete(
         self, requests: Sequence[Request], options: Writing, progress: Progress
     ) -> Iterator[tuple[int, Answer]]:
-        assert isinstance(options, GenerationOptions)
+        if not isinstance(options, GenerationOptions):
+            raise CompressionError(
+                f"{self.label} is an ONNX export, which answers prompts alone; name a safetensors "
+                "checkpoint for tasks"
+            )
         tokenizer, facts = self.opened()
         progress.start(f"Writing answers by {self.label}", len(requests))
         for number, request in enumerate(requests):

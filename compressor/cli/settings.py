@@ -5,6 +5,7 @@ Every option is a path into the recipe: `--prune.correct.steps 100`, or `--set` 
 """
 
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,7 +30,8 @@ from compressor.recipe.step import TextOptions
 from compressor.steps.correct.options import Correct
 
 SUFFIXES = (".yaml", ".yml")
-PATH = re.compile(r"--[a-z_-]+(\.[a-z_-]+)+")  # of an option in a recipe, as a flag
+PATH = re.compile(r"--[a-z_-]+(\.[a-z0-9_-]+)+")  # of an option in a recipe, as a flag
+OPTION = re.compile(r"-[a-zA-Z-]")  # which no number begins with
 SHOWN = (  # by `compress --help`, others by `--help-all`
     "output",
     "ratio",
@@ -142,16 +144,21 @@ def _options(
 
 
 def paths_spelled_out(arguments: Sequence[str]) -> list[str]:
-    """Return arguments with `--prune.correct.steps 100`, a path in the recipe, as a `--set`."""
+    """Return arguments with `--prune.correct.steps 100`, a path in the recipe, as a `--set`.
+
+    Without a value, as before another option, it is true."""
     spelled = list[str]()
-    following = iter(arguments)
-    for argument in following:
+    remaining = deque(arguments)
+    while remaining:
+        argument = remaining.popleft()
         path, equals, value = argument.partition("=")
         if not PATH.fullmatch(path):
             spelled.append(argument)
             continue
-        setting = path.removeprefix("--").replace("-", "_")
-        spelled += ["--set", f"{setting}={value if equals else next(following, '')}"]
+        if not equals:
+            has_value = bool(remaining) and not OPTION.match(remaining[0])
+            value = remaining.popleft() if has_value else "true"
+        spelled += ["--set", f"{path.removeprefix('--').replace('-', '_')}={value}"]
     return spelled
 
 

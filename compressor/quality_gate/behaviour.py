@@ -292,7 +292,7 @@ def stock_pair(
         return base, smaller
     if options.reads:
         raise CompressionError(
-            "a server does not show what reading takes, the probabilities of all tokens; name two "
-            "checkpoints, or leave out --text, --answers and --teacher-forced"
+            "a server or an ONNX export does not show what reading takes, the probabilities of all "
+            "tokens; name two checkpoints, or leave out --text, --answers and --teacher-forced"
         )
     return None

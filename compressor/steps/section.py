@@ -1,4 +1,7 @@
-"""What a step says about its options, decision and result; terminal, report and card show it."""
+"""What a step says about its options, decision and result.
+
+The summary is shown everywhere, facts on page and card, blocks on page and terminal, limits on the
+card."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence

@@ -141,8 +141,8 @@ class Step(Generic[StepOptionsT]):
         return False
 
     def describe(self, planned: PlannedStep) -> Section:
-        """Return what terminal, report and card show of it; `planned` is the plan's entry, with
-        options, decision and result."""
+        """Return what terminal, page and card show of it, each its part; `planned` is the plan's
+        entry, with options, decision and result."""
         return Section(self.name, self.name)
 
 

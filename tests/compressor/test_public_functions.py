@@ -40,7 +40,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def smaller(home: Path) -> Path:
     steps = [Prune(strategy="aimer", experts=6)]
-    compressor.compress(str(home / "model"), home / "smaller", steps, evaluate=False)
+    compressor.compress(str(home / "model"), home / "smaller", steps, evaluate=False, golden_answers=True)
     return home / "smaller"
 
 

@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file
 
 from compressor.cli.options import described
-from compressor.cli.settings import recipe_of, recipe_options
+from compressor.cli.settings import paths_spelled_out, recipe_of, recipe_options
 from compressor.errors import CompressionError
 from compressor.quality_gate.options import GateOptions
 from compressor.recipe.recipe import OutputOptions, Recipe, step_class
@@ -182,3 +182,16 @@ def test_options_of_the_strategy_and_settings_that_go_with_others() -> None:
     }.items():
         with pytest.raises(CompressionError, match=message):
             recipe_of("model", {}, [setting])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "spelled"),
+    [
+        (["--prune.sequential", "-o", "out"], ["--set", "prune.sequential=true", "-o", "out"]),
+        (["--prune.sequential"], ["--set", "prune.sequential=true"]),
+        (["--distill.learning-rate", "-1"], ["--set", "distill.learning_rate=-1"]),
+        (["--prune.options.x1=--y", "model"], ["--set", "prune.options.x1=--y", "model"]),
+    ],
+)
+def test_a_path_without_a_value_is_true(arguments: list[str], spelled: list[str]) -> None:
+    assert paths_spelled_out(arguments) == spelled
