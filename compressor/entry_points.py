@@ -3,6 +3,7 @@
 import inspect
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -39,13 +40,16 @@ KINDS = {
 
 
 def _entries(group: str) -> EntryPoints:
-    """Return the entry points of a group; the installed packages are read once for a `sys.path`."""
-    entries: EntryPoints = _installed(tuple(sys.path)).select(group=group)
+    """Return the entry points of a group; the installed packages are read once, unless a folder
+    with some changes."""
+    folders = [path or "." for path in sys.path if os.path.isdir(path or ".")]
+    stamps = tuple((folder, os.stat(folder).st_mtime_ns) for folder in folders)
+    entries: EntryPoints = _installed(stamps).select(group=group)
     return entries
 
 
 @lru_cache(maxsize=1)
-def _installed(path: tuple[str, ...]) -> Any:
+def _installed(stamps: tuple[tuple[str, int], ...]) -> Any:
     return entry_points()
 
 

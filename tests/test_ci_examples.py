@@ -335,7 +335,7 @@ def test_the_gate_gets_every_input(tmp_path: Path) -> None:
     """
     values = parse(gated(tmp_path, 0, OPTIONS=several)[2])
     assert values["prompts"] == ["my chats.jsonl", "org/data#column"]
-    assert values["text"] == ["it's $HOME; `touch hit`.txt"] and values["include_path"] == "a b"
+    assert values["text"] == ["it's $HOME; `touch hit`.txt"] and values["include_path"] == Path("a b")
     assert not (tmp_path / "hit").exists()
     ended, outputs, call, told = gated(tmp_path, 0, OPTIONS="--text 'open")
     assert (ended, outputs["verdict"], call) == (2, "error", []) and "options" in told

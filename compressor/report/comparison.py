@@ -47,7 +47,8 @@ from compressor.recipe.plan import UNEVEN, ExpertPlan, LayerPlan
 from compressor.recipe.recipe import default_steps, make_step
 from compressor.recipe.registry import Strategy, load_strategy, working_strategies
 from compressor.recipe.step import TextOptions
-from compressor.report.comparison_report import Comparison, Row, Variant, row_of
+from compressor.report.comparison_report import Comparison
+from compressor.report.comparison_rows import Row, Variant, row_of
 from compressor.report.grid import Grid
 from compressor.report.sizes import compare_sizes
 from compressor.run_record import versions

@@ -38,14 +38,8 @@ from compressor.recipe.plan import ExpertPlan
 from compressor.recipe.recipe import Recipe, make_step
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.step import StepOptions
-from compressor.report.comparison_report import (
-    Comparison,
-    Row,
-    Variant,
-    choice,
-    related,
-    row_of,
-)
+from compressor.report.comparison_report import Comparison, choice
+from compressor.report.comparison_rows import Row, Variant, related, row_of
 from compressor.report.grid import SCHEMES, STORED, TRANSFORMERS, Grid
 from compressor.run_record import versions
 from compressor.statistics.statistics import WEIGHTS

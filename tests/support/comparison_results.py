@@ -5,7 +5,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from compressor.report.comparison_report import Comparison, Row, Variant
+from compressor.report.comparison_report import Comparison
+from compressor.report.comparison_rows import Row, Variant
 
 EXPERTS = 16
 STRATEGIES = ("reap", "hc-smoe", "auto", "enumerate", "data-centric (merge=learned)")

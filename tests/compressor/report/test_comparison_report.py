@@ -12,7 +12,8 @@ from matplotlib.lines import Line2D
 from compressor.cli.terminal import print_report
 from compressor.document import markdown as rendered
 from compressor.document.picture import DPI
-from compressor.report.comparison_report import Comparison, Row, comparison_figure, label, write_reports
+from compressor.report.comparison_report import Comparison, comparison_figure, write_reports
+from compressor.report.comparison_rows import Row, label
 from tests.support.comparison_results import EXPERTS, base, comparison, comparisons, full, row
 from tests.support.rendered_figures import assert_texts_apart, canvases
 from tests.support.report_data import table

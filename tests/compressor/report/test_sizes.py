@@ -14,7 +14,8 @@ from compressor.model.opened import load_whole, open_model
 from compressor.progress import Silent
 from compressor.recipe.recipe import default_steps, make_step
 from compressor.recipe.step import TextOptions
-from compressor.report.comparison_report import Comparison, Row
+from compressor.report.comparison_report import Comparison
+from compressor.report.comparison_rows import Row
 from compressor.report.sizes import PlannedShare, plan_shares
 from compressor.steps.job import untouched
 from tests.support import small, zoo

@@ -9,16 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compressor.document.drawing import ROLES
-from compressor.report.comparison_report import (
-    Comparison,
-    Row,
-    Variant,
-    choice,
-    comparison_figure,
-    related,
-    sentences,
-    write_reports,
-)
+from compressor.report.comparison_report import Comparison, choice, comparison_figure, sentences, write_reports
+from compressor.report.comparison_rows import Row, Variant, related
 from tests.support.rendered_figures import canvases
 
 BASE = (1.0, 1.2, 0.9, 1.1)  # losses of sequences

@@ -13,7 +13,8 @@ from compressor.answers.tasks import quiet_lm_eval
 from compressor.data.demo import demo_checkpoint
 from compressor.document.markdown import markdown
 from compressor.report.comparison import with_differences
-from compressor.report.comparison_report import Row, comparison_figure
+from compressor.report.comparison_report import comparison_figure
+from compressor.report.comparison_rows import Row
 from tests.support.command_line import Run, refused, succeeded
 from tests.support.comparison_results import base, comparison, row
 from tests.support.eval_tasks import no_stock_tasks
