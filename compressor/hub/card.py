@@ -177,12 +177,12 @@ def card_text(
         raise CompressionError(
             f"{folder} was made from {recorded}, not {base_model}; leave --base-model out"
         )
+    inherited = base_metadata(source, base, base_model)
     base_model = recorded or base_model
     base_words: Words = f'the local checkpoint "{label(source.model)}"'
     if base_model is not None:
         revision = "of a local copy" if source.revision is None else f"revision {source.revision}"
         base_words = Link(base_model, f"{HUGGING_FACE}/{base_model}"), f" ({revision})"
-    inherited = base_metadata(source, base, base_model)
     formats = [name for name, _ in exports.values()]
     header = metadata(folder, outcome, repo_id, inherited, base_model, formats)
     if not dtypes:

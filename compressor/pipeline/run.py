@@ -22,7 +22,7 @@ from compressor.data.sources import with_folders
 from compressor.distributed import ranks
 from compressor.divergence.evaluator import FEWEST, Evaluator
 from compressor.errors import CompressionError, reason_of, without_tokens
-from compressor.files import GOLDEN, clear
+from compressor.files import GOLDEN, clear, work_folder
 from compressor.formatting import joined
 from compressor.golden.answers import GoldenAnswers, golden_json
 from compressor.golden.measure import make_golden
@@ -141,6 +141,13 @@ def run(recipe: Recipe, delivery: Delivery, plan: Plan | None = None) -> Outcome
             key = ranks().broadcast(resolved.key)
             gate_key = None if delivery.gate is None else delivery.gate.key
             request = request_key(key, recipe.output.max_shard_bytes, formats, gate_key)
+
+        # before the lock, which storage that cannot be written does not give
+        def is_done() -> bool:
+            return not work_folder(delivery.out).exists() and answers(delivery.out, request)
+
+        if not delivery.overwrite and ranks().broadcast(is_done):
+            return _in_place(resolved, delivery, session.peak)
         needed = resolved.space
         with open_workdir(delivery.out) as work:
             if not delivery.overwrite and ranks().broadcast(lambda: answers(delivery.out, request)):

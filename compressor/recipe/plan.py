@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from compressor.errors import CompressionError, without_tokens
 from compressor.model.moe_layer import MoeLayer, check_count
+from compressor.records import value_as
 
 if TYPE_CHECKING:  # plans are read without torch
     from compressor.model.opened import OpenModel
@@ -49,13 +50,18 @@ class Group:
                 raise CompressionError(
                     f"{where} {len(values)} {label} for {count} members; give one each"
                 )
-            if not abs(sum(values) - 1) <= SUM_TOLERANCE:
+            is_finite = all(abs(value) <= LARGEST for value in values)
+            if not is_finite or abs(sum(values) - 1) > SUM_TOLERANCE:
                 raise CompressionError(
                     f"{where} {label} that sum to {sum(values):.6g}; they must sum to 1"
                 )
         if not SMALLEST <= self.scale <= LARGEST:
             raise CompressionError(
                 f"{where} scale {self.scale}; it must be a positive number that float32 holds"
+            )
+        if not all(abs(value * self.scale) <= LARGEST for value in self.coefficients):
+            raise CompressionError(
+                f"{where} scale {self.scale}; times its coefficients it is more than float32 holds"
             )
         if self.head is not None and self.head not in self.members:
             raise CompressionError(
@@ -320,11 +326,12 @@ class ExpertPlan:
 
 def check_split(split: Json) -> None:
     """Raise `CompressionError` for an entry that cannot be of any model."""
-    neurons = split.get("neurons")
-    if split.get("parts") not in range(2, MOST_PARTS + 1) or not isinstance(neurons, Mapping):
+    parts = value_as(split.get("parts"), int, "the split's parts")
+    maps = split.get("neurons"), split.get("calibration") or {}
+    if not 2 <= parts <= MOST_PARTS or not all(isinstance(value, Mapping) for value in maps):
         raise CompressionError(
-            f"the split should have 2 to {MOST_PARTS} parts, and say for each module where its "
-            "neurons go; restore it, or plan again"
+            f"the split should have 2 to {MOST_PARTS} parts, say for each module where its "
+            "neurons go, and have an object or null as calibration; restore it, or plan again"
         )
 
 

@@ -418,11 +418,12 @@ def text_options(calibration: Json | None) -> TextOptions:
         entry["source"] if alike else f"{entry['source']}={weight!r}"
         for entry, weight in zip(entries, weights, strict=True)
     ]
-    sizes = calibration.get("asked") or {}
+    requested = calibration.get("asked")
+    sizes = requested if isinstance(requested, Mapping) else {}
     options = {name: sizes[name] for name in ("samples", "sequence_length") if sizes.get(name)}
     emphasis = calibration.get("emphasis")
-    if emphasis:
-        options["emphasis"] = {name: entry["weight"] for name, entry in emphasis.items()}
+    if isinstance(emphasis, Mapping):
+        options["emphasis"] = {name: entry.get("weight") for name, entry in emphasis.items()}
     return TextOptions(data=tuple(sources), **options)
 
 

@@ -25,6 +25,7 @@ from compressor.checkpoint.reader import (
     refuse_nan,
     tensor_bytes,
 )
+from compressor.devices import as_float64
 from compressor.errors import CompressionError
 from compressor.model.layout import Role
 from compressor.model.mtp import Head
@@ -341,7 +342,7 @@ def equal_rows_before(value: Tensor, dim: int, experts: int) -> Tensor:
     if value.is_meta or value.numel() == value.shape[dim]:
         return torch.zeros(experts)
     rows = value.detach().narrow(dim, 0, experts).movedim(dim, 0).flatten(1)
-    kinds: Tensor = rows.double().unique(dim=0, return_inverse=True)[1]
+    kinds: Tensor = as_float64(rows).unique(dim=0, return_inverse=True)[1].to(value.device)
     return (kinds[:, None] == kinds).tril(-1).sum(1)
 
 

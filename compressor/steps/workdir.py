@@ -94,7 +94,7 @@ class Workdir:
 
         def read() -> dict[str, Any]:
             journal = json_object(self.folder / JOURNAL)
-            if journal.get("key") == key:
+            if journal.get("key") == key and isinstance(journal.get(STEPS), dict):
                 return journal
             clear(self.folder)
             return {"key": key, "date": prompt_date(), STEPS: {}}
@@ -221,9 +221,12 @@ def drop_tensors(folder: Path) -> None:
             size = path.stat().st_size
             with path.open("rb") as stream:
                 header = stream.read(header_bytes(path))
-            with replacing(path, path.with_suffix(".new")) as fresh:
-                fresh.write_bytes(header)
-                os.truncate(fresh, size)
+            with replacing(path, path.with_suffix(".new")) as fresh, fresh.open("wb") as target:
+                target.write(header)
+                target.truncate(size)
+                target.flush()
+                # renamed before it is on the disk, a power cut would leave it too short to open
+                os.fsync(target.fileno())
 
 
 def assemble(checkpoint: Path, output: Path, max_shard_bytes: int | None) -> None:
