@@ -248,7 +248,9 @@ def test_an_edited_split_is_refused(model: Path, tmp_path: Path) -> None:
     name, told = next(iter(own["neurons"].items()))
     for edit, fault in (
         ({"parts": 3}, "do not divide into 3|neurons' parts is damaged"),
-        ({"parts": "two"}, "the split should have 2 to 64 parts"),
+        ({"parts": "two"}, "the split's parts should be a whole number"),
+        ({"parts": 65}, "the split should have 2 to 64 parts"),
+        ({"calibration": 3}, "an object or null as calibration"),
         ({"neurons": {**own["neurons"], name: told[:-8]}}, "record of its neurons' parts is damaged"),
         ({"neurons": {name: 5}}, "record of its neurons' parts is damaged"),
     ):

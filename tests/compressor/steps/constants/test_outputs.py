@@ -229,6 +229,7 @@ def test_uneven_layers_are_refused_where_no_format_holds_them(run: Run, tmp_path
 
 
 @pytest.mark.parametrize("name", ["mixtral", zoo.full("deepseek_v3")])
+@pytest.mark.usefixtures("golden")
 def test_check_tells_servers_that_know_constants_from_others(name: str, run: Run, tmp_path: Path) -> None:
     source, out = small.save(tmp_path / "source", name), tmp_path / "out"
     text = ("--calibration", small.text_file(tmp_path), "--samples", 16, "--sequence-length", 32)
