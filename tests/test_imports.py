@@ -108,7 +108,7 @@ def test_the_page_draws_every_package_with_its_arrows() -> None:
 
 def test_the_page_names_files_and_code_that_exist() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    others = (*ROOT.glob("tests/*.py"), *ROOT.glob("*.toml"), *ROOT.glob("compressor/*/*.toml"))
+    others = (*ROOT.glob("tests/**/*.py"), *ROOT.glob("*.toml"), *ROOT.glob("compressor/*/*.toml"))
     files = [f"/{path.relative_to(ROOT)}" for path in (*sources(), *others)]
     code = "\n".join(path.read_text(encoding="utf-8") for path in sources())
     for name in set(re.findall(r"`([\w./*-]+\.(?:py|toml))`", page)):

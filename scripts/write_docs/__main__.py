@@ -2,8 +2,8 @@
 
 Parts are `packages` (docs/architecture.md), `schema` (the steps' options in docs/reference/plan.schema.json),
 `statistics` (docs/plugins.md), `shown` (outputs below commands, minutes) and `architectures` (docs/architectures.md,
-half an hour); the first three are the default. `shown:PAGE` and `architectures:FAMILY` are one page or family. With --check nothing is written, and the exit
-status is 1 if a part has changed; figures of `shown` may differ.
+half an hour); the first three are the default. `shown:PAGE` and `architectures:FAMILY` are one page or family. With
+--check nothing is written, and the exit status is 1 if a part has changed; figures of `shown` may differ.
 """
 
 import argparse

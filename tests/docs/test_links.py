@@ -9,7 +9,7 @@ import pytest
 from compressor.cli import demonstration
 from tests.support.doc_pages import DOCS, GENERATED, PAGES, ROOT, links, name_of, prose, text_of
 
-FOLDERS = "compressor|strategies|exporters|scripts|tests|docs|examples|findings"  # of the clone
+FOLDERS = "compressor|strategies|exporters|scripts|tests|docs|examples|findings|recipes"  # of the clone
 
 
 def anchors(page: Path) -> set[str]:

@@ -7,12 +7,9 @@ from pathlib import Path
 
 from tests.support.doc_pages import ROOT
 
-PROGRAM = (sys.executable, "-m", "compressor")
-
 
 def run_recipe(path: Path, tmp_path: Path, *arguments: object, **environment: object) -> str:
-    """Run a recipe in an empty folder, and return what it prints; a YAML file is one for `moe-compress compress`."""
-    starts = {".sh": ("bash",), ".py": (sys.executable,), ".yaml": (*PROGRAM, "compress")}
+    """Run a recipe in an empty folder, and return what it prints."""
     settings = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -20,7 +17,7 @@ def run_recipe(path: Path, tmp_path: Path, *arguments: object, **environment: ob
         "HF_HUB_OFFLINE": "1",
         **{name: str(value) for name, value in environment.items()},
     }
-    command = [*starts[path.suffix], str(path), *map(str, arguments)]
+    command = [sys.executable, str(path), *map(str, arguments)]
     done = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{path.name}: {done.stdout}\n{done.stderr}"
     return done.stdout
