@@ -286,7 +286,7 @@ def chosen(model: Path, **asked: Any) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("parts", [zoo.full("auto"), 1, 2, zoo.full(4)])
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("again", [True, zoo.full(False)])
 def test_experts_count_those_of_the_source(parts: Any, again: bool, wide: Path, tmp_path: Path) -> None:
     asked = calibration(tmp_path)
     steps = [make_step("prune", {"split": parts, "experts": 6 if again else 4})]

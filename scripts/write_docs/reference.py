@@ -3,6 +3,7 @@
 import inspect
 import json
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,7 @@ OBJECTS = (  # of plans and records, with the schema and the definition that des
 EXAMPLE = Served("mixtral", 44, 12, 96)  # the model of the servers' example
 
 
+@cache
 def commands() -> dict[str, Any]:
     """Return the commands by name, in the order of the help; those of a group by both names."""
     group: Any = typer.main.get_command(app)
@@ -90,6 +92,7 @@ def commands() -> dict[str, Any]:
     return found
 
 
+@cache
 def commands_page() -> str:
     """Return the page of commands and steps as Markdown."""
     parts = [INTRODUCTION, *(_command_section(*entry) for entry in commands().items()), SHORTHANDS]

@@ -50,7 +50,7 @@ def test_only_the_tokens_of_the_answer_have_a_loss() -> None:
     assert batch["labels"][1].tolist() == [5] + [IGNORED] * (len(made["labels"]) - 1)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [2, pytest.param(1, marks=pytest.mark.full)])
 def test_without_weight_it_is_plain_tuning_bit_for_bit(tmp_path: Path, tune: Any, accumulation: int) -> None:
     tune(tmp_path / "out", changed(OPTIONS, contrastive=0.0, accumulation=accumulation))
     plain = inject(dense(), CONFIG)
@@ -151,7 +151,7 @@ def test_options_that_cannot_be_meant(name: str, value: float) -> None:
         changed(OPTIONS, save_every=5)
 
 
-@pytest.mark.parametrize("steps", [5, 6])
+@pytest.mark.parametrize("steps", [5, pytest.param(6, marks=pytest.mark.full)])
 def test_a_run_that_breaks_off_while_it_writes_trains_no_further(tmp_path: Path, tune: Any, steps: int) -> None:
     options = changed(OPTIONS, steps=steps, accumulation=2)
     tune(tmp_path / "whole", options)

@@ -98,6 +98,7 @@ def test_the_gate_fails_by_the_name_of_the_domain(run: Run, models: Path, tmp_pa
     assert any("share of flips on numbers" in str(each.get("message")) for each in failures)
 
 
+@pytest.mark.full
 def test_compress_puts_in_place_only_what_passes_by_domain(run: Run, models: Path, tmp_path: Path) -> None:
     gate = [*reading(models), "--max-flips", 0.02]
     result = run(*compressing(models, tmp_path / "out", "letters.txt"), *gate)
@@ -205,6 +206,7 @@ def test_balanced_sources_are_weighed_by_their_kl_and_one_source_changes_nothing
     assert list(state.balance.values()) == pytest.approx([2 * each / sum(grown) for each in grown])
 
 
+@pytest.mark.full
 def test_ridge_balances_several_sources_unless_it_is_told_not_to(models: Path, tmp_path: Path) -> None:
     weights = list[bytes]()
     for balance in (None, "worst", "sum"):
@@ -320,7 +322,14 @@ def test_text_that_is_too_short_or_not_read_is_no_fault(run: Run, models: Path, 
         assert "heldout" not in json.loads((tmp_path / out / "compression.json").read_text())
 
 
-@pytest.mark.parametrize("more", [("--format", "mone"), ("--quantize", "int8"), ("--split", 2)], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--format", "mone"),
+        *(pytest.param(each, marks=pytest.mark.full) for each in (("--quantize", "int8"), ("--split", 2))),
+    ],
+    ids=str,
+)
 def test_outputs_of_every_kind_are_compared(more: tuple[Any, ...], run: Run, models: Path, tmp_path: Path) -> None:
     arguments = cutting(models, tmp_path / "out", rows_in(tmp_path, ROWS), *more, correct="none")
     if "mone" in more:  # which takes neither a strategy nor --correct none

@@ -119,6 +119,7 @@ def test_what_rounds_is_the_same_model(model: Path, run: Run, tmp_path: Path) ->
             assert run("check", model, "--server", served.address).status == 0
 
 
+@pytest.mark.full
 def test_faults_are_called_different(model: Path, run: Run) -> None:
     for fault, change in FAULTS.items():
         if not has(model, fault):
@@ -187,6 +188,7 @@ def served_as_fp8(folder: Path) -> Any:
     return model
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("targets", ["experts", zoo.full("all")])
 @pytest.mark.parametrize("model", ["qwen3_moe", zoo.full("mixtral")], indirect=True)
 def test_servers_round_activations_of_fp8_weights(model: Path, targets: str, run: Run, tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ def test_steps_of_later_runs_follow_in_their_order(place: Path) -> None:
     assert files[0] == files[1]
 
 
+@pytest.mark.full
 def test_the_distillation_of_a_whole_model_prunes_nothing(place: Path) -> None:
     changed("checkpoint", "out", Distill(**DISTILL), data=("demo",))
     recipe = told(published(place / "out"))

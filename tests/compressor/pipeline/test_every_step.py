@@ -14,6 +14,7 @@ from tests.support.command_line import Run, names, refused
 from tests.support.hub_pushes import REPOSITORY, logged_in
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.full)])
 def test_every_stage(name: str, run: Run, tmp_path: Path) -> None:
     model = small.save(tmp_path / "model", name, num_hidden_layers=1, max_position_embeddings=512)

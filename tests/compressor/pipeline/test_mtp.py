@@ -32,7 +32,7 @@ Tensors = dict[str, Tensor]
 CASES: dict[str, dict[str, Any]] = {"qwen3_next": {}, "deepseek_v3": {"own_ends": True}}
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=[pytest.param("qwen3_next", marks=pytest.mark.full), "deepseek_v3"])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     return mtp_checkpoints.make(request.param, tmp_path_factory.mktemp(request.param) / "in", **CASES[request.param])
 

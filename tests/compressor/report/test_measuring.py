@@ -67,6 +67,7 @@ def test_a_named_text_is_run_through_both_models(place: Path) -> None:
     assert found.layers != measure(place / "out").layers
 
 
+@pytest.mark.full
 def test_speed_is_measured_of_both_models_and_kept(place: Path) -> None:
     found = measure(place / "out", speed=True)
     assert found.speed is not None and found.speed.prompt_tokens == 32

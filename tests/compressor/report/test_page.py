@@ -149,6 +149,7 @@ def test_steps_may_be_repeated_or_change_nothing() -> None:
     assert "tokens): nothing was changed" in text and "0.36 after 0 steps, 0.13 after 30; nothing was changed" in text
 
 
+@pytest.mark.full
 def test_same_data_same_page(whole: str) -> None:
     assert made(report()) == whole and not re.search(r"20[2-9]\d-\d\d-\d\d", whole)
     assert len(whole.encode()) < 300_000

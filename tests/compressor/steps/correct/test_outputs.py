@@ -94,7 +94,7 @@ WAYS: dict[str, tuple[str, tuple[Any, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", [*list(WAYS)[:3], *map(zoo.full, list(WAYS)[3:])])
+@pytest.mark.parametrize("way", zoo.few(WAYS, 2))
 def test_plan_and_apply_give_the_bytes_of_compress(
     way: str, run: Run, home: Path, data: tuple[Any, ...], tmp_path: Path
 ) -> None:
