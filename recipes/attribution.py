@@ -139,7 +139,8 @@ def main() -> None:
     sizes = {"samples": 32, "keys": 2, "prompts": 16, "top": 10}
     later: dict[str, Any] = dict.fromkeys(("text", "length", "experts"))
     names = ("figures", "zeroing", "blocking", "ioi")
-    given = parser(__doc__, names, paper=False, **later, **sizes).parse_args()
+    made = parser(__doc__, names, paper=False, **later, **sizes)
+    given = made.parse_args()
     model = given.model
     if given.paper and model == str(DEMO):
         model = "allenai/OLMoE-1B-7B-0924"
@@ -165,6 +166,8 @@ def main() -> None:
         if not experts:
             run(out / "all")
             experts = strongest_two(out / "all")
+        if len(experts) != 2:
+            made.error("name two experts, such as --experts L1E9,L4E14")
         for blocked in (experts[0], experts[1], ",".join(experts)):
             run(out / f"without-{blocked.replace(',', '-')}", "--without", blocked)
 

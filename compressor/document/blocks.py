@@ -59,7 +59,8 @@ class Marked:
     why: Literal["difference", "loop"]
 
 
-Words = str | Code | Link | Strong | Note | Toned | Marked | tuple["Words", ...]
+Span = Code | Link | Strong | Note | Toned | Marked
+Words = str | Span | tuple["Words", ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,10 @@ def filled(template: str, images: Mapping[str, str], **values: Any) -> str:
             return markdown(value, images)
         if isinstance(value, blocks.Block):
             return markdown([value], images)
-        return "" if value is None else _words(value)
+        if isinstance(value, str | tuple | blocks.Span):
+            return _words(value)
+        # a number; what is undefined raises
+        return "" if value is None else escaped(str(value))
 
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=shown

@@ -12,7 +12,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME, Checkpoint, Size
+from compressor.checkpoint.reader import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    Checkpoint,
+    Size,
+    quantization_of,
+)
 from compressor.data.sources import hub_id, read_blend, short_names
 from compressor.document.blocks import Block, Details, Link, Words
 from compressor.document.markdown import filled
@@ -20,7 +26,7 @@ from compressor.document.picture import png
 from compressor.errors import CompressionError, without_tokens
 from compressor.formatting import joined, label, one_line, without_paths
 from compressor.model.serving import advise
-from compressor.pipeline.formats import exports_in
+from compressor.pipeline.formats import exports_in, wrap_exporter
 from compressor.pipeline.outcome import read_plan
 from compressor.quality_gate.report import card_metrics
 from compressor.quality_gate.verdict import GateResult
@@ -188,12 +194,14 @@ def card_text(
     if not dtypes:
         header.library_name = formats[0]
     exported = list[Block]()
-    for place, (_, exporter) in exports.items():
-        exported += exporter.card_blocks(folder / place, place, repo_id)
+    for place, (name, exporter) in exports.items():
+        with wrap_exporter(name):
+            exported += exporter.card_blocks(folder / place, place, repo_id)
     drawn = {figure.name: figure for figure in figures(outcome, ("experts", "distillation"))}
     images = {name: f"images/{name}.png" for name in drawn}
     became = page.experts(outcome.expert_plan)
     config = read_object(folder / "config.json")
+    quantization = quantization_of(folder, config)
     model_class = (config.get("architectures") or [CAUSAL])[0]
     text = outcome.plan.calibration or {}
     # by domain where the default blend knows a source
@@ -222,11 +230,11 @@ def card_text(
         model_class=CAUSAL if model_class.endswith("ForCausalLM") else model_class,
         has_tokenizer=(folder / "tokenizer_config.json").is_file(),
         breaches=advise(outcome.served).breaches if outcome.served else [],
-        in_vllm=scheme is None or "vllm" in FORMATS[scheme].servers,
+        in_vllm=scheme is None or (scheme in FORMATS and "vllm" in FORMATS[scheme].servers),
         exports=exported,
         text=joined([domains.get(source, short) for source, short in names]),
         unread=text.get("left_out", ()),
-        quantization=config.get("quantization_config", {}).get("quant_method"),
+        quantization=quantization and (quantization.get("quant_method") or "no method is named"),
         has_licence=header.get("license") is not None,
     )
     body = without_tokens(f"---\n{header.to_yaml()}\n---\n\n{body}")

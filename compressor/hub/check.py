@@ -28,7 +28,7 @@ from compressor.model.constant_experts import SubstitutedCheckpoint, declared
 from compressor.model.mtp import written_heads
 from compressor.model.opened import open_substituted
 from compressor.model.verification import verify_checkpoint
-from compressor.pipeline.formats import exports_in, published_formats
+from compressor.pipeline.formats import exports_in, published_formats, wrap_exporter
 from compressor.pipeline.outcome import read_plan
 from compressor.pipeline.verify import verify_against_base, verify_digests
 from compressor.quality_gate.report import read_gate
@@ -73,7 +73,7 @@ def verify_folder(folder: Path) -> VerifiedFolder:
         )
     has_weights = any((folder / name).exists() for name in (INDEX_NAME, SINGLE_NAME))
     exports = exports_in(folder)
-    if not (exports or has_weights or (folder / "config.json").exists()):
+    if not ("" in exports or has_weights or (folder / "config.json").exists()):
         raise CompressionError(
             f"{folder} is neither a safetensors checkpoint (config.json with {SINGLE_NAME} or "
             f"{INDEX_NAME}) nor an export that can be pushed, so nothing was; name the folder of "
@@ -85,7 +85,8 @@ def verify_folder(folder: Path) -> VerifiedFolder:
     export_name, export = exports.pop("", ("", None))
     if export is not None:
         exports = {}
-        prefixes = export.check_export(folder)
+        with wrap_exporter(export_name):
+            prefixes = dict(export.check_export(folder))
     else:
         # a checkpoint, one of ours by the experts that compression.json names
         experts = None
@@ -110,10 +111,11 @@ def verify_folder(folder: Path) -> VerifiedFolder:
             prefixes[name] = header_bytes(folder / name)
     weights = frozenset(prefixes)
     files = belonging(folder, weights)
-    for place, (_, exporter) in exports.items():
+    for place, (exporter_name, exporter) in exports.items():
         inside = folder / place
         refuse_links(inside)
-        checked_files = exporter.check_export(inside)
+        with wrap_exporter(exporter_name):
+            checked_files = dict(exporter.check_export(inside))
         for name, path in belonging(inside, checked_files).items():
             files[f"{place}/{name}"] = path
         for name, nbytes in checked_files.items():

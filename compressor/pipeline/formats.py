@@ -2,7 +2,8 @@
 third parties alike."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from compressor.run_record import (
 )
 from compressor.steps.workdir import check_target
 
+PUBLISHING = ("FILES", "check_export", "card_blocks")  # of exports that can be pushed
+
 
 def find_exporter(name: str) -> Any:
     """Return the installed exporter of that name; raise `CompressionError` if there is none or it
@@ -38,6 +41,18 @@ def find_exporter(name: str) -> Any:
     if require_packages is not None:
         require_packages()
     return module
+
+
+@contextmanager
+def wrap_exporter(name: str) -> Iterator[None]:
+    """Turn what an exporter raises, which may be any exception, into one sentence that names it."""
+    try:
+        yield
+    except (CompressionError, OSError):
+        raise
+    except Exception as error:
+        message = f"{type(error).__name__}: {reason_of(error)}"
+        raise CompressionError(f"exporter {name!r} failed: {message}") from error
 
 
 def export_checkpoint(
@@ -65,13 +80,8 @@ def export_checkpoint(
             return None if read_summary is None else read_summary(output)
         with new_folder(output, partial(check_target, output, overwrite)) as fresh:
             fresh.rmdir()  # the exporter makes it
-            try:
+            with wrap_exporter(name):
                 summary = module.export(checkpoint, fresh, options, progress)
-            except (CompressionError, OSError):
-                raise
-            except Exception as error:  # exporters raise any exception
-                message = f"{type(error).__name__}: {reason_of(error)}"
-                raise CompressionError(f"exporter {name!r} failed: {message}") from error
             if not fresh.is_dir():
                 raise CompressionError(
                     f"exporter {name!r} wrote no folder; it should make the one that it is given"
@@ -83,7 +93,11 @@ def export_checkpoint(
 def published_formats() -> list[tuple[str, Any]]:
     """Return names and modules of the exporters whose exports can be pushed."""
     loaded = working(EXPORTERS, lambda name: (name, load_exporter(name)))
-    return [(name, exporter) for name, exporter in loaded if hasattr(exporter, "FILES")]
+    return [
+        (name, exporter)
+        for name, exporter in loaded
+        if all(hasattr(exporter, member) for member in PUBLISHING)
+    ]
 
 
 def exports_in(folder: Path) -> dict[str, tuple[str, Any]]:

@@ -1,15 +1,11 @@
-"""What became of experts, in words and as a table; and what their reconstruction means."""
+"""What became of experts, in words and as a table."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
 
 from compressor.document.blocks import Table
-from compressor.formatting import counted, joined, one_line, ranges, setting
+from compressor.formatting import counted, joined, one_line, ranges
 from compressor.recipe.plan import ExpertPlan, LayerPlan, correction_of
-from compressor.recipe.steps_plan import PlannedStep
-from compressor.steps.section import Section
 
 
 def dispositions(layer: LayerPlan, protected: Collection[int] = ()) -> list[str]:
@@ -83,26 +79,3 @@ def experts_table(plan: ExpertPlan, caption: str = "") -> Table:
         rows.append(cells)
     columns = tuple(rows[0])
     return Table(caption, columns, [[*cells.values()] for cells in rows], columns)
-
-
-def with_reconstruction(
-    section: Section, planned: PlannedStep, layers: Sequence[LayerPlan]
-) -> Section:
-    """Return a step's section with the correction of its layers, and what that does not mean."""
-    correct: Mapping[str, Any] = planned.options.get("correct") or {}
-    method = correct.get("method", "none")
-    if method == "none":
-        return replace(section, facts={**section.facts, "Reconstruction": "none"})
-    better = sum(correction_of(layer).get("kept") not in (None, "none") for layer in layers)
-    limit = (
-        f"Reconstruction ({method}) refitted the remaining experts to each layer's base output on "
-        f"the calibration text and was kept in {better} of {counted(len(layers), 'layer')}; the "
-        "errors before and after are those of single layers and say nothing about accuracy."
-    )
-    return replace(
-        section,
-        ways=[*section.ways, "reconstruction"],
-        tuned="layers",
-        facts={**section.facts, "Reconstruction": setting(correct)},
-        limits=[limit, *section.limits],
-    )

@@ -5,12 +5,13 @@ card."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from compressor.document.blocks import Block, Text, Words
 from compressor.errors import CompressionError
-from compressor.formatting import short
+from compressor.formatting import counted, setting, short
+from compressor.recipe.plan import LayerPlan, correction_of
 from compressor.recipe.recipe import make_step
 from compressor.recipe.steps_plan import QUANTIZE, Plan, PlannedStep
 
@@ -25,7 +26,7 @@ class Section:
     summary: str  # what was done and what came of it: a sentence without its full stop
     ways: Sequence[str] = ()  # what changed the model, in words
     # what was fitted: single layers toward the base's, or the model as a whole
-    tuned: Literal["", "layers", "model"] = ""
+    tuned: Literal["", "layers", "model", "unknown"] = ""
     facts: Mapping[str, Words] = field(default_factory=dict)  # options and decisions
     blocks: Sequence[Block] = ()  # sentences and tables on the result
     limits: Sequence[str] = ()  # sentences on what that does not mean
@@ -36,8 +37,8 @@ class Section:
 
 
 def sections(plan: Plan, packed: bool = True) -> Iterator[Section]:
-    """Yield what each step says that has decided or done something, its name alone where it isn't
-    installed.
+    """Yield what each step says that has decided or done something; of one that isn't installed, or
+    not with these options, what the plan says.
 
     Of quantising, the last time is shown, and only if weights are still `packed`."""
     for planned in plan.steps:
@@ -48,7 +49,46 @@ def sections(plan: Plan, packed: bool = True) -> Iterator[Section]:
             yield make_step(planned.name, planned.options).step().describe(planned)
         except CompressionError as error:
             logger.debug("the step %s cannot describe its result: %s", planned.name, error)
-            yield Section(planned.name, planned.name)
+            yield undescribed(planned)
+
+
+def undescribed(planned: PlannedStep) -> Section:
+    """Return what a plan alone tells of a step: its name and options, and that it may have changed
+    the model in any way, unless its result says by `changed` that it didn't."""
+    options = planned.options
+    changed = (planned.result or {}).get("changed", True)
+    facts = dict[str, Words]()
+    if "strategy" in options and options.get("ratio") != 0:  # else all experts stay
+        facts = {"Strategy": setting(options["strategy"])}
+        facts["Options"] = setting(options["options"]) if options.get("options") else ""
+    ways = [planned.name] if changed else []
+    section = Section(planned.name, planned.name, ways=ways, facts=facts)
+    if planned.expert_plan is not None and isinstance(options.get("correct"), Mapping):
+        section = with_reconstruction(section, planned, planned.expert_plan.layers)
+    return replace(section, tuned="unknown") if changed else section
+
+
+def with_reconstruction(
+    section: Section, planned: PlannedStep, layers: Sequence[LayerPlan]
+) -> Section:
+    """Return a step's section with the correction of its layers, and what that does not mean."""
+    correct: Mapping[str, Any] = planned.options.get("correct") or {}
+    method = correct.get("method", "none")
+    if method == "none":
+        return replace(section, facts={**section.facts, "Reconstruction": "none"})
+    better = sum(correction_of(layer).get("kept") not in (None, "none") for layer in layers)
+    limit = (
+        f"Reconstruction ({method}) refitted the remaining experts to each layer's base output on "
+        f"the calibration text and was kept in {better} of {counted(len(layers), 'layer')}; the "
+        "errors before and after are those of single layers and say nothing about accuracy."
+    )
+    return replace(
+        section,
+        ways=[*section.ways, "reconstruction"],
+        tuned="layers",
+        facts={**section.facts, "Reconstruction": setting(correct)},
+        limits=[limit, *section.limits],
+    )
 
 
 def is_changed(planned: PlannedStep) -> bool:

@@ -21,7 +21,7 @@ from compressor.recipe.plan import ExpertPlan, parts_of
 from compressor.recipe.step import StepOptions
 from compressor.recipe.steps_plan import Decision, Plan, PlannedStep
 from compressor.steps.job import OutputSize, make_job, untouched
-from compressor.steps.section import Section
+from compressor.steps.section import Section, undescribed
 from compressor.steps.tensors import OutputJob
 from compressor.steps.workdir import CheckpointWriter, Workdir
 
@@ -142,8 +142,10 @@ class Step(Generic[StepOptionsT]):
 
     def describe(self, planned: PlannedStep) -> Section:
         """Return what terminal, page and card show of it, each its part; `planned` is the plan's
-        entry, with options, decision and result."""
-        return Section(self.name, self.name)
+        entry, with options, decision and result.
+
+        By default that is what the plan alone tells."""
+        return undescribed(planned)
 
 
 @dataclass(slots=True)

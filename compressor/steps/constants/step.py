@@ -62,7 +62,6 @@ from compressor.steps.correct.sequential import (
     refitted_substitution,
 )
 from compressor.steps.cutting import Conversion, CutFiles
-from compressor.steps.dispositions import with_reconstruction
 from compressor.steps.job import check_plan, files_with, left_out_of, stored_partial
 from compressor.steps.prune.planning import (
     Planner,
@@ -71,7 +70,7 @@ from compressor.steps.prune.planning import (
     protected_experts,
     with_list,
 )
-from compressor.steps.section import Section
+from compressor.steps.section import Section, with_reconstruction
 from compressor.steps.step import Requirements, State, Step
 from compressor.steps.tensors import (
     Named,

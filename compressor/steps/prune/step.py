@@ -22,12 +22,12 @@ from compressor.statistics.statistics import ATTRIBUTED, OUTPUTS, WEIGHTS
 from compressor.steps.correct.options import NONE
 from compressor.steps.correct.sequential import correct, correction_needs
 from compressor.steps.cutting import CutFiles, through_model
-from compressor.steps.dispositions import all_dispositions, with_reconstruction
+from compressor.steps.dispositions import all_dispositions
 from compressor.steps.job import make_job, untouched
 from compressor.steps.layer_files import LayerFiles
 from compressor.steps.prune.options import Prune, protector_of
 from compressor.steps.prune.planning import Planner, protected_experts, spec_of, with_list
-from compressor.steps.section import Section
+from compressor.steps.section import Section, with_reconstruction
 from compressor.steps.split.view import as_decided, chosen_parts, partitioned, seen_as, shapes
 from compressor.steps.step import Requirements, State, Step
 from compressor.steps.tensors import OutputJob

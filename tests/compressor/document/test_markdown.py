@@ -3,10 +3,11 @@ from html.parser import HTMLParser
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jinja2 import UndefinedError
 from markdown_it import MarkdownIt
 
 from compressor.document import blocks as b
-from compressor.document.markdown import markdown
+from compressor.document.markdown import filled, markdown
 from compressor.document.picture import Drawing
 
 PARSER = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
@@ -98,3 +99,11 @@ def test_a_table_aligns_numbers_to_the_right_and_is_called_by_its_caption() -> N
 @pytest.mark.parametrize("text", ["- x", "1. x", "12) x", "> x", "+ x", "# x", "=== ", "--- "])
 def test_a_paragraph_does_not_become_something_else(text: str) -> None:
     assert _texts(_read(b.Text(text))) == [("p", text.strip())]
+
+
+def test_a_template_shows_every_value_and_refuses_what_is_undefined() -> None:
+    values = {"number": 12, "share": -0.5, "flag": False, "words": ("a*", b.Code("b")), "nothing": None}
+    template = "{{ number }} {{ share }} {{ flag }} {{ words }}{{ nothing }}."
+    assert filled(template, {}, **values) == "12 -0.5 False a\\*`b`.\n"
+    with pytest.raises(UndefinedError, match="'missing' is undefined"):
+        filled("a {{ missing }} b", {})

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
@@ -21,8 +21,10 @@ from compressor.errors import CompressionError
 from compressor.hub.card import Card, card_text
 from compressor.quality_gate.report import card_metrics, gate_json
 from compressor.quality_gate.verdict import GateResult
-from compressor.recipe.steps_plan import Plan
+from compressor.recipe.step import StepOptions
+from compressor.recipe.steps_plan import Plan, PlannedStep
 from compressor.steps.quantize.options import Quantize
+from compressor.steps.step import Step
 from tests.support import small
 from tests.support.gate_results import gate, mixed, task
 from tests.support.hub.cards import mistakes
@@ -204,6 +206,54 @@ def test_what_was_tuned_is_told_as_it_was(corrected: bool, moved: Any, trained: 
         moved is not None,
         trained is not None,
     )
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("polished", [False, True])
+def test_of_a_step_unknown_here_nothing_is_denied(corrected: bool, polished: bool, copied: Path) -> None:
+    """An option of a later release, and a step of a package that is not installed."""
+
+    def later(record: dict[str, Any]) -> None:
+        (step,) = record["plan"]["steps"]
+        if polished:
+            record["plan"]["steps"].append({"name": "polish", "options": {}, "result": {"strength": 3}})
+        else:
+            step["options"]["of_a_later_release"] = 1
+        if corrected:
+            step["options"]["correct"] = {"method": "ridge"}
+        record["plan_digest"] = Plan.from_dict(record["plan"]).digest()
+
+    said = " ".join(body(card_text(edited(copied, later), REPOSITORY)).split())
+    assert "Nothing was" not in said and "A step is not installed" in said
+    assert "- Strategy: count-guided" in said and f"- Reconstruction: {'method ridge' if corrected else 'none'}" in said
+    assert ("errors before and after are those of single layers" in said) == corrected
+
+
+class Polish(StepOptions):
+    name: ClassVar[str] = "polish"
+
+
+@pytest.mark.parametrize(
+    ("result", "tuned", "ways"),
+    [({"strength": 3}, "unknown", ["polish"]), (None, "unknown", ["polish"]), ({"changed": False}, "", [])],
+)
+def test_a_step_that_describes_nothing_may_have_tuned_the_model(result: Any, tuned: str, ways: list[str]) -> None:
+    section = Step(Polish()).describe(PlannedStep("polish", {}, {"decided": 1}, result))
+    assert (section.summary, section.tuned, section.ways) == ("polish", tuned, ways)
+
+
+@pytest.mark.parametrize(
+    ("declared", "said"),
+    [
+        (None, "The weights are not quantised; they are stored as BF16"),
+        ({"bits": 8}, "quantised as the base's are (no method is named), stored as BF16"),
+        ({"quant_method": "fp8"}, "quantised as the base's are (fp8), stored as BF16"),
+    ],
+)
+def test_a_quantisation_is_that_of_the_config(declared: Any, said: str, copied: Path) -> None:
+    small.edit_json(copied / "config.json", lambda config: config.update(quantization_config=declared))
+    told = " ".join(body(card_text(copied, REPOSITORY)).split())
+    assert said in told and ("not quantised" in told) == (declared is None)
 
 
 def test_a_copied_model_keeps_its_gate_and_a_changed_one_does_not(copied: Path, tmp_path: Path) -> None:
