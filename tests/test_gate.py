@@ -140,6 +140,19 @@ def test_a_dry_run_needs_no_models_and_says_what_the_gate_can_show(run: Run) -> 
     assert shown.status == 2 and re.search(r"all together +│ +45", shown.out) and "--limit 12" in shown.err
 
 
+def test_the_demo_asks_its_tasks_beside_other_conditions(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some text\n")
+    (tmp_path / "suite.yaml").write_text(json.dumps({"tasks": [{"name": "moe_demo_text"}]}))
+    skills = [f"moe_demo_{skill}" for skill in ("arithmetic", "sorting", "reversal", "recall", "facts")]
+    for more, tasks in (
+        (("--text", tmp_path / "text.txt", "--max-flips", 0.5), skills),
+        (("--suite", tmp_path / "suite.yaml"), skills),  # named tasks take the place of a suite's
+        (("--tasks", EASY), [EASY]),
+    ):
+        shown = succeeded(run("gate", "--demo", *more, "--limit", 100, "--dry-run", "--json"))
+        assert sorted(row["task"] for row in json.loads(shown.out)["tasks"]) == sorted(tasks)
+
+
 def test_a_dry_run_of_compress_says_what_its_gate_can_show(base: Path, tmp_path: Path) -> None:
     ask = ("--search", "--gate", TASKS, "--max-drop", 0.05, "--dry-run", "--json")
     content = json.loads(captured("compress", base, *CALIBRATION, *ask).out)
@@ -291,6 +304,9 @@ def test_bad_options_are_refused(
 def test_bad_models_are_refused(run: Run, base: Path, good: Path, tmp_path: Path) -> None:
     ask = ("--tasks", EASY, "--limit", 5, "--max-drop", 0.5, "--json", "-o", tmp_path / "out")
     refused(run("gate", base, *ask), "name two models")
+    # a file that is not even read, for there is no model to gate by it
+    for more in ((), ("--server", "http://127.0.0.1:9")):
+        refused(run("gate", "--baseline", base / "config.json", *more, *ask), "name two models")
     refused(run("gate", base, tmp_path / "none", *ask), "none")
     refused(run("gate", base, sickened(good, tmp_path / "sick"), *ask), "sick.*moe_demo_sorting")
     assert names(tmp_path) == ["out", "sick"] and names(tmp_path / "out") == ["gate.xml"]

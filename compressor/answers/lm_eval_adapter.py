@@ -5,7 +5,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,11 @@ class ChatText(str):
     """The text of a conversation, with its messages, of which a server makes the text itself."""
 
     messages: list[dict[str, Any]]
+
+
+def prompt_of(context: str) -> Prompt:
+    """Return the prompt of a context: a chat, where it has messages."""
+    return Prompt.of(getattr(context, "messages", ()) or str(context), text=str(context))
 
 
 class LmEvalModel(TemplateLM):
@@ -68,9 +73,8 @@ class LmEvalModel(TemplateLM):
         """Report the answers to come under a task's name."""
         self.task = task
         self.progress = progress
-        self.cut = set[str]()  # contexts whose answers reached the token limit
 
-    @property
+    @cached_property
     def max_length(self) -> int:
         return self.model.max_length
 
@@ -88,8 +92,10 @@ class LmEvalModel(TemplateLM):
     ) -> list[int]:
         special = add_special_tokens
         if special is None:
-            has_opening = string.startswith(self.tokenizer.decode(self.prefix_token_id))
-            special = self.model.opens_texts and not has_opening
+            # where nothing opens texts, a tokenizer need have no token for it
+            special = self.model.opens_texts and not string.startswith(
+                self.tokenizer.decode(self.prefix_token_id)
+            )
         return list(self.tokenizer.encode(string, add_special_tokens=special))
 
     def apply_chat_template(
@@ -136,8 +142,7 @@ class LmEvalModel(TemplateLM):
         prompts = list[Prompt]()
         keys = list[str]()
         for context, settings in (request.args for request in requests):
-            messages = getattr(context, "messages", ())
-            prompts.append(Prompt.of(messages or str(context), text=str(context)))
+            prompts.append(prompt_of(context))
             keys.append(request_key(prompts[-1].id, str(context), settings, seed, thinking))
 
         def ask(missing: Sequence[int]) -> Iterator[tuple[int, Answer]]:
@@ -147,14 +152,19 @@ class LmEvalModel(TemplateLM):
             return self.model.complete(asked, writing, self.progress)
 
         texts = list[str]()
+        self.cut = set[str]()  # prompts, by id, whose answers reached the token limit
         for request, answer in zip(requests, keep(self.journal, keys, ask), strict=True):
             until = request.args[1].get("until") or []
             until = [until] if isinstance(until, str) else [*until]
             stop = handle_stop_sequences(until, self.tokenizer.eos_token)
             texts.append(str(postprocess_generated_text(answer.text, stop, end)))
             if answer.ended == "length":
-                self.cut.add(request.args[0])
+                self.cut.add(answer.prompt)
         return texts
+
+    def was_cut(self, context: str) -> bool:
+        """Return True if the answer that was written last to a context reached the token limit."""
+        return prompt_of(context).id in self.cut
 
 
 @contextmanager

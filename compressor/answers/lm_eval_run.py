@@ -247,7 +247,7 @@ def _evaluated(
     samples: dict[str, list[dict[str, Any]]] = evaluated["samples"]
     for task in tasks:
         for row in chain.from_iterable(samples[part] for part in task.parts if task.generates):
-            row["cut"] = float(row["arguments"][0][0] in model.cut)
+            row["cut"] = float(model.was_cut(row["arguments"][0][0]))
     return samples
 
 

@@ -17,6 +17,7 @@ from compressor.answers.answering import (
     Answer,
     Ended,
     Model,
+    ModelFacts,
     Request,
     Writing,
     answer_of,
@@ -251,11 +252,11 @@ class OnnxModel(Model):
                 f"{self.label} is an ONNX export, which answers prompts alone; name a safetensors "
                 "checkpoint for tasks"
             )
-        tokenizer, facts = self.opened()
+        decoder, tokenizer, facts = self._ready()
         progress.start(f"Writing answers by {self.label}", len(requests))
         for number, request in enumerate(requests):
             seeded = options.model_copy(update={"seed": seed_of(request)})
-            running = self.continuation(request[0], seeded)
+            running = self._continuation(request[0], seeded, decoder.fresh(), tokenizer, facts)
             for _ in running:
                 pass
             tokens = running.prompt, running.tokens
@@ -264,18 +265,34 @@ class OnnxModel(Model):
 
     def continuation(self, prompt: Prompt, options: GenerationOptions) -> Continuation:
         """Read a prompt and open the graph."""
+        return self._continuation(prompt, options, *self._ready())
+
+    def _ready(self) -> tuple[OnnxDecoder, Any, ModelFacts]:
+        """Open the graph; return it with the tokenizer, and facts on generation."""
         folder = self.source.folder
         if not (folder / GRAPH).is_file():
             raise CompressionError(
                 f"{folder} has no {GRAPH}; name the folder of an ONNX export, or run a safetensors "
                 "checkpoint by transformers"
             )
-        tokenizer, facts = self.opened()
+        opened = self.opened()
+        return onnx_decoder(folder, self.device), *opened
+
+    def _continuation(
+        self,
+        prompt: Prompt,
+        options: GenerationOptions,
+        decoder: OnnxDecoder,
+        tokenizer: Any,
+        facts: ModelFacts,
+    ) -> Continuation:
+        """Read a prompt for a decoder that has seen nothing."""
         ids = tokens_of(prompt, tokenizer, options.chat)
         in_a_sentence = wrap_faults(
-            f"{folder} cannot be run", "pass a shorter prompt", "see whether ONNX Runtime can"
+            f"{self.source.folder} cannot be run",
+            "pass a shorter prompt",
+            "see whether ONNX Runtime can",
         )
-        decoder = in_a_sentence(onnx_decoder(folder, self.device))
         most = options.max_new_tokens
         if facts.positions is not None and len(ids) + most > facts.positions:
             logger.warning(
@@ -285,4 +302,4 @@ class OnnxModel(Model):
                 most,
                 facts.positions,
             )
-        return Continuation(decoder, tokenizer, options, facts.stops, ids)
+        return Continuation(in_a_sentence(decoder), tokenizer, options, facts.stops, ids)

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
-    AliasChoices,
     AliasPath,
     BaseModel,
     ConfigDict,
@@ -219,9 +218,13 @@ class Chat(Reply):
 class Refusal(Checked):
     """The body of an error, of which servers have three forms."""
 
-    reason: str = Field(
-        validation_alias=AliasChoices(AliasPath("error", "message"), "error", "message")
-    )
+    nested: Lenient[str] = Field(None, validation_alias=AliasPath("error", "message"))
+    error: Lenient[str] = None
+    message: Lenient[str] = None
+
+    @property
+    def reason(self) -> str | None:
+        return self.nested or self.error or self.message
 
 
 Kind = TypeVar("Kind", bound=Checked)

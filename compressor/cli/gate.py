@@ -145,7 +145,7 @@ def gate(
     with _reporting_errors(None if dry_run else output, running.as_json):
         if demo:
             options = {"max_drop": DEMO_MAX_DROP, **options}
-        gate_options = _gate_options(options, tasks, DEMO_TASKS if demo else DEFAULT_TASKS)
+        gate_options = _gate_options(options, tasks, DEMO_TASKS if demo else ())
         if dry_run:
             _show_power(gate_options, running.as_json)
             return
@@ -157,7 +157,7 @@ def gate(
         refuse_absent_texts(gate_options.text, "text")
         for model in (base, compressed):
             refuse_absent(model)
-        if gate_options.baseline is not None and compressed is None:
+        if gate_options.baseline is not None and base is not None and compressed is None:
             base, compressed = None, base
         elif base is None and not demo:
             raise CompressionError(
@@ -230,7 +230,7 @@ def gate_baseline(
 ) -> None:
     """Keep a base's answers to tasks in a file, which takes the base's place in gate --baseline."""
     with _reporting_errors(None, running.as_json):
-        gate_options = _gate_options(options, tasks, DEFAULT_TASKS)
+        gate_options = _gate_options(options, tasks)
         refuse_absent(base)
         with progress_bars(running.as_json) as progress:
             compressor.save_baseline(
@@ -245,11 +245,14 @@ def gate_baseline(
         _print_written([file], running.as_json)
 
 
-def _gate_options(options: Options, tasks: str | None, usual: Sequence[str]) -> GateOptions:
-    """Return the options with the named tasks, or the usual ones if nothing else is judged."""
-    named = listed(tasks, "--tasks") or ()
+def _gate_options(
+    options: Options, tasks: str | None, of_demo: tuple[str, ...] = ()
+) -> GateOptions:
+    """Return the options with the named tasks or those of the demo, or the usual ones if nothing
+    else is judged."""
+    named = listed(tasks, "--tasks") or of_demo
     if not named and not {"suite", "prompts", "text", "answers", "baseline"} & options.keys():
-        named = tuple(usual)
+        named = DEFAULT_TASKS
     if named:
         options = {**options, "tasks": named}
     gate_options = validated(GateOptions, options, "the command line")

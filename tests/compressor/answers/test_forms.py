@@ -132,6 +132,39 @@ def test_repeats_are_averaged_by_item(chatty: Path, tasks: Path, tmp_path: Path)
     assert repeated == pytest.approx([(first + second) / 2 for first, second in zip(*single, strict=True)])
 
 
+def test_each_repeat_counts_its_own_cut_answers(chatty: Path, tasks: Path, tmp_path: Path) -> None:
+    sampling = {"gen_kwargs": {"do_sample": True, "temperature": 1.0, "until": list("abcdefghijklmnopqrstuvwxyz")}}
+    sampling["apply_chat_template"] = False
+    asked = [{"seed": 5}, {"seed": 6}, {"seed": 5, "repeats": 2}]
+    runs = [ours(chatty, "written", tasks, tmp_path, **settings, **sampling).items for settings in asked]
+    single, repeated = [[item.cut for item in items] for items in runs[:2]], [item.cut for item in runs[2]]
+    assert (1.0, 0.0) in zip(*single, strict=True)
+    assert repeated == [(first + second) / 2 for first, second in zip(*single, strict=True)]
+
+
+def test_cut_answers_of_chats_that_a_server_alone_can_write_out(chatty: Path, tasks: Path, tmp_path: Path) -> None:
+    plain = shutil.copytree(chatty, tmp_path / "plain")
+    (plain / "chat_template.jinja").unlink()
+    small.edit_json(
+        plain / "tokenizer_config.json", lambda content: [content.pop("bos_token"), content.pop("eos_token")]
+    )
+    asked = {"apply_chat_template": True, "gen_kwargs": {"until": list("abcd")}}
+    ended = dict[str, str]()
+    with serving(chatty) as served:
+        server = open_server(served.address).checked(plain, "it")
+        begin = len(served.asked)
+        items = ours(plain, "written", tasks, tmp_path / "served", server, **asked).items
+        for payload in served.asked[begin:]:
+            if payload["max_tokens"] == 6:
+                (message,) = payload["messages"]
+                ended[message["content"]] = served.chat(payload)["choices"][0]["finish_reason"]
+        # whose choices are scored by tokens that nothing opens
+        scores = ours(plain, "sums", tasks, tmp_path / "served", server).values
+    assert set(ended.values()) == {"length", "stop"}
+    assert [item.cut for item in items] == [float(ended[f"{n} and {n}:"] == "length") for n in range(5)]
+    assert scores == ours(chatty, "sums", tasks, tmp_path / "store").values
+
+
 def test_a_server_is_asked_for_chats(chatty: Path, tasks: Path, tmp_path: Path) -> None:
     asked = {"enable_thinking": True, "think_end_token": "a", "num_fewshot": 1, "gen_kwargs": {"until": ["q"]}}
     with serving(chatty) as served:

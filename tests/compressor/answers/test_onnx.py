@@ -17,6 +17,7 @@ from compressor.checkpoint.source import locate  # noqa: E402
 from compressor.errors import CompressionError  # noqa: E402
 from compressor.progress import Silent  # noqa: E402
 from tests.support import small  # noqa: E402
+from tests.support.audit import paths_of  # noqa: E402
 
 VOCABULARY, HIDDEN, POSITIONS, NEW = small.VOCABULARY, 6, 64, 10
 KEY, VALUE = ("past_key_values.0.key", "present.0.key"), ("past_key_values.0.value", "present.0.value")
@@ -151,6 +152,21 @@ def test_a_folder_is_continued_and_its_end_token_obeyed(tmp_path: Path) -> None:
     assert text == tokenizer.decode(running.tokens[:-1], skip_special_tokens=True)
     ((_, answer),) = model.complete([(Prompt.of("né 1"), 3)], GenerationOptions(max_new_tokens=NEW), Silent())
     assert (answer.text, answer.tokens, answer.ended, answer.seed) == (text, tuple(running.tokens), "end", 3)
+
+
+def test_each_request_is_answered_anew_by_files_that_are_read_once(tmp_path: Path) -> None:
+    folder, tokenizer = export(tmp_path / "out", graph(cached=True), eos_token_id=[]), small.tokenizer()
+    texts = ["né 1", "two", "né 1"]
+    with paths_of("open", "tokenizer_config.json") as opened:
+        model = OnnxModel(locate(str(folder)))
+        asked = [(Prompt.of(text), seed) for seed, text in enumerate(texts)]
+        answers = dict(model.complete(asked, GenerationOptions(max_new_tokens=NEW), Silent()))
+        several = len(opened)
+        dict(model.complete(asked[:1], GenerationOptions(max_new_tokens=NEW), Silent()))
+    stops = frozenset({tokenizer.eos_token_id})
+    expected = [tuple(reference(tokenizer(text)["input_ids"], stops)) for text in texts]
+    assert [answers[number].tokens for number in range(3)] == expected
+    assert len(opened) == 2 * several > 0
 
 
 @pytest.mark.parametrize(

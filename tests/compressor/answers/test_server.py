@@ -261,6 +261,20 @@ def test_no_behaviour_of_a_server_does_harm(number: int, traced: Any, tmp_path: 
     assert ELSEWHERE not in (tmp_path / "out.jsonl").read_text()
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"error": {"message": "no room"}}, {"error": "no room"}, {"message": "no room"},
+        {"error": {"code": 5}, "message": "no room"}, {"error": None, "message": "no room"},
+        {"error": "", "message": "no room"}, {"error": {"message": ""}, "message": "no room"},
+    ],
+)  # fmt: skip
+def test_the_reason_of_a_refusal_is_told(body: Any, stub: Stub) -> None:
+    stub.behaviour, stub.trigger = Behaviour("refuses", MODELS, response(body, 400)), ""
+    with pytest.raises(CompressionError, match=r"answers 400 \(no room\)"):
+        open_server(stub.address)
+
+
 @pytest.fixture(scope="module")
 def golden(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("golden") / "golden.json"

@@ -61,6 +61,18 @@ def test_answers_are_those_of_the_model_in_memory(family: str, tmp_path: Path, m
     assert spilled  # which the second run did
 
 
+def test_the_tokenizer_is_not_read_again_for_each_text(tmp_path: Path) -> None:
+    read = list[int]()
+    with lm_eval_model(locate(str(small.save(tmp_path / "model"))), options(), streamed=True) as model:
+        model.watch("sums", Silent())
+        for count in (1, 9):
+            texts = [(f"text {number}",) for number in range(count)]
+            with paths_of("open", "tokenizer_config.json") as opened:
+                model.loglikelihood_rolling(requests("loglikelihood_rolling", texts))
+            read.append(len(opened))
+    assert 0 < read[1] <= read[0]
+
+
 def test_the_head_is_shown_what_counts_alone(tmp_path: Path) -> None:
     with lm_eval_model(locate(str(small.save(tmp_path / "model"))), options(), streamed=True) as model:
         ran, head = list[tuple[int, ...]](), list[tuple[int, ...]]()
