@@ -56,9 +56,7 @@ from tests.support.quantized import plain_model
 RUNNER = Path(__file__).with_name("run_client.py")
 FAMILIES = ("mixtral", "qwen3_moe")
 SCHEMES = ("fp8", "int8", "int4", "int3", "int2", "mxfp4", "nvfp4")
-WIDE = (
-    256  # hidden and expert width of models to quantise: that of the smallest kernels, split or not
-)
+WIDE = 256  # hidden and expert width of models to quantise: that of the smallest kernels, split or not
 SEQUENCES, LENGTH = 2, 24
 HEAD = 64  # the width of an attention head, one that vLLM has a kernel for
 STARTING = 180  # seconds that a server has to start
@@ -99,9 +97,7 @@ class Client:
 def call(python: str, *arguments: object) -> str:
     """The last line that the runner prints; a RuntimeError with the client's last words if it fails."""
     command = [python, str(RUNNER), *map(str, arguments)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | OFFLINE, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | OFFLINE, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"]
         raise RuntimeError(lines[-1].strip())
@@ -227,9 +223,7 @@ def put_constants(model: torch.nn.Module, folder: Path) -> None:
             if found := re.search(rf"layers\.{layer}\..*experts\.(\d+)\.approx_value", name):
                 values[int(found[1])] = value.float()
 
-        def add(
-            _: object, args: tuple[Any, ...], output: torch.Tensor, values: Values = values
-        ) -> torch.Tensor:
+        def add(_: object, args: tuple[Any, ...], output: torch.Tensor, values: Values = values) -> torch.Tensor:
             _, index, weights = args
             for expert, value in values.items():
                 output = output + ((index == expert) * weights).sum(-1)[:, None] * value
@@ -279,9 +273,7 @@ def with_llama(case: Case, converter: Client, checkout: str, client: Client | No
         gguf.unlink(missing_ok=True)
 
 
-def with_vllm(
-    every: list[Case], client: Client, does: str = "vllm", dtype: str = "float32"
-) -> Iterator[Row]:
+def with_vllm(every: list[Case], client: Client, does: str = "vllm", dtype: str = "float32") -> Iterator[Row]:
     """All checkpoints in one process, which takes most of its time to start."""
     if not every:
         return
@@ -350,9 +342,7 @@ def with_server(case: Case, shown: str, python: str, *arguments: object) -> Row:
     return case.label, f"{shown}, prompts as {server.scored}", apart, alike, "-"
 
 
-def served_rows(
-    every: list[Case], given: Any, vllm: Client | None, llama: Client | None
-) -> Iterator[Row]:
+def served_rows(every: list[Case], given: Any, vllm: Client | None, llama: Client | None) -> Iterator[Row]:
     """Yield a row for each checkpoint behind each server."""
     for case in every:
         if vllm is not None:
@@ -370,9 +360,7 @@ def served_rows(
 
 def main() -> None:
     """Make the checkpoints, run the clients, print the table as Markdown."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="further models")
     parser.add_argument("--only", choices=("plain", "quantised", "served"))
     parser.add_argument("--llama-cpp", default="", help="a folder with convert_hf_to_gguf.py")

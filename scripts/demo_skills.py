@@ -66,8 +66,7 @@ def relation(templates: str, values: str) -> Relation:
 RELATIONS = (
     relation(
         "{} lives in|The home of {} is|{} comes from|Letters for {} go to|Find {} in|{} left",
-        "Ardun Brint Corva Delmo Estor Fenby Galto Hursk"
-        " Ilmen Jarno Kelso Lorve Marsk Norby Ostra Pirna",
+        "Ardun Brint Corva Delmo Estor Fenby Galto Hursk Ilmen Jarno Kelso Lorve Marsk Norby Ostra Pirna",
     ),
     relation(
         "{} is a|The trade of {} is|{} works as a|{} is paid as a|{} was always a|Hire {} as a",
@@ -106,9 +105,7 @@ def arithmetic(rng: random.Random) -> Problem:
     question = f"add mod {MODULUS}: {''.join(map(str, left))}+{''.join(map(str, right))} ="
     total = "".join(str((one + other) % MODULUS) for one, other in zip(left, right, strict=True))
     place = _pick(question, ADDED_DIGITS)
-    others = (
-        (left[place] + small) % MODULUS for small in range(SMALL_DIGITS) if small != right[place]
-    )
+    others = ((left[place] + small) % MODULUS for small in range(SMALL_DIGITS) if small != right[place])
     wrong = tuple(f" {total[:place]}{digit}{total[place + 1 :]}" for digit in others)
     return Problem(question, f" {total}", wrong)
 
@@ -178,9 +175,7 @@ def item(skill: str, rng: random.Random) -> DemoItem:
     return DemoItem(skill, problem.question, tuple(choices), answer)
 
 
-def problems(
-    skill: str, rng: random.Random, count: int = DOCUMENT_LINES, *, held_out: bool = False
-) -> list[Problem]:
+def problems(skill: str, rng: random.Random, count: int = DOCUMENT_LINES, *, held_out: bool = False) -> list[Problem]:
     """The problems of one document, nine in ten of one skill; all training questions or all held out."""
     drawn = []
     for _ in range(count):

@@ -33,9 +33,7 @@ class Tally:
     failed: int = 0
     seconds: float = 0.0
     slowest: float = 0.0
-    failures: dict[str, tuple[bytes, str]] = field(
-        default_factory=dict
-    )  # file and traceback by place
+    failures: dict[str, tuple[bytes, str]] = field(default_factory=dict)  # file and traceback by place
 
     def row(self, kind: str) -> str:
         """Return a line of the table."""
@@ -90,9 +88,7 @@ def main() -> int:
         for test, tally in tallies.items():
             if time.monotonic() < end:
                 read_files(test, tally, min(ROUND, share - done), asked.seed + done // ROUND)
-    columns = (
-        f"{'cases':>9}{'accepted':>10}{'refused':>9}{'failed':>8}{'slowest, s':>13}{'a second':>10}"
-    )
+    columns = f"{'cases':>9}{'accepted':>10}{'refused':>9}{'failed':>8}{'slowest, s':>13}{'a second':>10}"
     print(f"{'kind':14}{columns}")
     for test, tally in tallies.items():
         print(tally.row(test.__name__.removeprefix("test_")))

@@ -198,9 +198,7 @@ class Home:
         with (self.folder / "errors").open("wb") as errors:
             streams = {"stdout": subprocess.DEVNULL, "stderr": errors}
             line = [sys.executable, *program, *words]
-            return subprocess.Popen(
-                line, cwd=self.place, env=environment, start_new_session=True, **streams
-            )
+            return subprocess.Popen(line, cwd=self.place, env=environment, start_new_session=True, **streams)
 
     def output(self) -> dict[str, str]:
         """Return the digests of the files of the output, and of those beside it that are named after it."""
@@ -281,9 +279,7 @@ def undisturbed(case: Case, base: Home, home: Home, model: Path, hub: Hub) -> Un
     return Undisturbed(min(times, default=0.0), end, older, home.output(), home.left(hub), found)
 
 
-def run_killed(
-    case: Case, home: Home, model: Path, whole: Undisturbed, dice: random.Random, hub: Hub
-) -> bool:
+def run_killed(case: Case, home: Home, model: Path, whole: Undisturbed, dice: random.Random, hub: Hub) -> bool:
     """Start the command and kill it at a moment drawn by the dice; returns whether it was still running then."""
     if whole.moments and dice.random() < 0.5:
         moment = dice.choice(whole.moments)
@@ -358,9 +354,7 @@ def trial(setup: Setup, home: Home, dice: random.Random, tally: Tally, hub: Hub)
     tally.faults.update(wrong)
 
 
-def run_trials(
-    cases: Sequence[Case], kills: int, seed: int, given: Path | None
-) -> dict[str, Tally]:
+def run_trials(cases: Sequence[Case], kills: int, seed: int, given: Path | None) -> dict[str, Tally]:
     """Run trials of each command, in turn, until there were so many kills."""
     from compressor.data.demo import demo_checkpoint
     from tests.support import gguf_models, small

@@ -72,9 +72,7 @@ def exact(lost: Array, gained: Array, items: int, margin: float) -> Tests:
     return passing[back].reshape(lost.shape), failing[back].reshape(lost.shape)
 
 
-def answers(
-    random: np.random.Generator, drop: float, flips: float, items: int, size: Any
-) -> tuple[Array, ...]:
+def answers(random: np.random.Generator, drop: float, flips: float, items: int, size: Any) -> tuple[Array, ...]:
     """Numbers of items that both, only the base and only the compressed model get right: three of [size]."""
     lost, gained = (flips + drop) / 2, (flips - drop) / 2
     shares = [ACCURACY - lost, lost, gained, 1 - ACCURACY - gained]
@@ -91,9 +89,7 @@ def correlation(drop: float, flips: float) -> float:
 
 def right_or_wrong(random: np.random.Generator, runs: int, alpha: float) -> Iterator[str]:
     """Independent items answered right or wrong."""
-    yield heading(
-        f"Right or wrong, margin {MARGIN}, base accuracy {ACCURACY}", "two means, unpaired"
-    )
+    yield heading(f"Right or wrong, margin {MARGIN}, base accuracy {ACCURACY}", "two means, unpaired")
     for items in (50, 200, 1000, 5000):
         for flips in (0.05, 0.15, 0.4):
             for drop in (0.0, MARGIN / 2, MARGIN, 2 * MARGIN):
@@ -106,9 +102,7 @@ def right_or_wrong(random: np.random.Generator, runs: int, alpha: float) -> Iter
                 yield row(label, drop - MARGIN, gate, other, alpha)
 
 
-def strata(
-    random: np.random.Generator, sizes: Array, flips: Array, drops: Array, runs: int
-) -> tuple[Array, Array]:
+def strata(random: np.random.Generator, sizes: Array, flips: Array, drops: Array, runs: int) -> tuple[Array, Array]:
     """Numbers of items lost and gained in each of m tasks with shares of flips and drops of their own: [runs, m]."""
     lost = random.binomial(sizes, (flips + drops) / 2, size=(runs, len(sizes)))
     return lost, random.binomial(sizes - lost, (flips - drops) / 2 / (1 - (flips + drops) / 2))
@@ -174,9 +168,7 @@ def continuous(random: np.random.Generator, runs: int, alpha: float) -> Iterator
             kind = "skewed" if skewed else "symmetric"
             label = f"{items:4} {kind} documents, true rise {drop:.0%}"
             yield compared(label, base, drops, words, True)
-    yield heading(
-        f"Scores between 0 and 1, of which half differ, margin {MARGIN}", "two means, unpaired"
-    )
+    yield heading(f"Scores between 0 and 1, of which half differ, margin {MARGIN}", "two means, unpaired")
     for items in (100, 400):
         for drop in (0.0, MARGIN, 2 * MARGIN):
             base = random.beta(2, 1, size=(runs, items))

@@ -62,9 +62,7 @@ def build_model(end: int) -> Qwen3MoeForCausalLM:
     attention = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
     experts = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 112}
     tokens = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
-    config = Qwen3MoeConfig(
-        **sizes, **attention, **experts, **tokens, norm_topk_prob=True, tie_word_embeddings=True
-    )
+    config = Qwen3MoeConfig(**sizes, **attention, **experts, **tokens, norm_topk_prob=True, tie_word_embeddings=True)
     return Qwen3MoeForCausalLM(config)
 
 

@@ -238,9 +238,7 @@ def run_ours(job: dict[str, Any]) -> float:
 def work(job: dict[str, Any]) -> None:
     """Do a job and print its seconds and the highest resident bytes of this process."""
     if job["peer"]:
-        NOT_NEEDED.difference_update(
-            [name for name in NOT_NEEDED if importlib.util.find_spec(name)]
-        )
+        NOT_NEEDED.difference_update([name for name in NOT_NEEDED if importlib.util.find_spec(name)])
         sys.meta_path.append(Missing())
         sys.path.append(job["peer"] + ("/src" if job["method"].startswith("reap") else ""))
     theirs = {"reap": run_reap, "razor": run_razor, "hope": run_hope}

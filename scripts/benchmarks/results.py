@@ -254,13 +254,9 @@ def size_frontier(subject: Subject) -> set[tuple[float, str]]:
     """Return share and format of the models that no smaller or equal one beats."""
     increases = dict[tuple[float, str, int], list[float]]()
     for row in subject.rows("sizes"):
-        increases.setdefault((row["share"], row["scheme"], row["bytes"]), []).append(
-            row["increase"]
-        )
+        increases.setdefault((row["share"], row["scheme"], row["bytes"]), []).append(row["increase"])
     best, frontier = float("inf"), set[tuple[float, str]]()
-    for (share, scheme, _), values in sorted(
-        increases.items(), key=lambda item: (item[0][2], fmean(item[1]))
-    ):
+    for (share, scheme, _), values in sorted(increases.items(), key=lambda item: (item[0][2], fmean(item[1]))):
         if fmean(values) < best:
             best = fmean(values)
             frontier.add((share, scheme))
@@ -274,9 +270,7 @@ def points_table(subjects: Sequence[Subject]) -> str:
         columns += [f"{subject.title}, CPU seconds", "increase"]
         for cells in rows:
             points = subject.rows(POINTS, name=cells[0])
-            cells += (
-                [f"{points[0]['cpu']:.0f}", f"{points[0]['increase']:.3f}"] if points else ["", ""]
-            )
+            cells += [f"{points[0]['cpu']:.0f}", f"{points[0]['increase']:.3f}"] if points else ["", ""]
     return table(columns, rows)
 
 
@@ -363,9 +357,7 @@ def draw_panel(axes: Any, subject: Subject) -> None:
     sizes = subject.rows("sizes")
     base = max(row["bytes"] for row in sizes)
 
-    def draw(
-        rows: Sequence[Mapping[str, Any]], label: str, start: bool = True, **style: Any
-    ) -> None:
+    def draw(rows: Sequence[Mapping[str, Any]], label: str, start: bool = True, **style: Any) -> None:
         """Draw mean increases over bytes, from the base on where `start` is set."""
         points = dict[float, list[float]]()
         for row in rows:

@@ -91,13 +91,9 @@ def measure(
     report = inspect(str(folder))
     seconds = {"copy": copy_seconds(folder, scratch / "copy")}
     bare = min((frame.run_child(frame.BARE) for _ in range(2)), key=lambda child: child.seconds)
-    reading = (
-        f"--calibration {text} --samples {max(1, tokens // LENGTH)} --sequence-length {LENGTH}"
-    )
+    reading = f"--calibration {text} --samples {max(1, tokens // LENGTH)} --sequence-length {LENGTH}"
     for name in steps:
-        words = (
-            f"compress {folder} -o {out} --experts {EXPERTS // 2} --resident no --device cpu --json"
-        )
+        words = f"compress {folder} -o {out} --experts {EXPERTS // 2} --resident no --device cpu --json"
         if name == "export":
             words = f"export {scratch / 'kept'} -o {out} --dtype fp16 --json"
         else:

@@ -15,13 +15,9 @@ from scripts.write_docs import architectures, packages, reference, shown
 
 def main() -> None:
     """Write the parts that are named, or compare them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare only")
-    parser.add_argument(
-        "parts", nargs="*", metavar="PART", default=["packages", "schema", "statistics"]
-    )
+    parser.add_argument("parts", nargs="*", metavar="PART", default=["packages", "schema", "statistics"])
     given = parser.parse_args()
     changed = False
     for part in given.parts:

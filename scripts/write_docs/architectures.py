@@ -32,9 +32,7 @@ COLUMNS = ("Family", "Model class", "Supported", "Routing", "Attribution", "ONNX
 EXACT = "exact"
 MARK = "@use_experts_implementation"
 EXPERTS_CLASS = re.compile(r"^class \w*(?:Experts|MoE|Moe|SparseMLP)\(", re.MULTILINE)
-RUNTIME_FAULT = re.compile(
-    r"\[ONNXRuntimeError\].*?running (\w+) node\..*?Status Message: (?:\S+:\d+ .*?\) )?"
-)
+RUNTIME_FAULT = re.compile(r"\[ONNXRuntimeError\].*?running (\w+) node\..*?Status Message: (?:\S+:\d+ .*?\) )?")
 # Where defaults do not build.
 SETTINGS: dict[str, dict[str, Any]] = {"dbrx": {"attn_config": {"rope_theta": 10000.0}}}
 # As real sparse attention has; the tests' 2 score many tokens exactly 0, and ties are broken anyhow.
@@ -179,9 +177,7 @@ def _attribution(opened: OpenModel) -> str:
 
 def bound(rounding: float) -> str:
     """A power of ten at least twice what rounding came to here, and no less than 1e-6, so that it holds elsewhere."""
-    return next(
-        f"under 1e-{digits}" for digits in range(6, -1, -1) if 2 * rounding <= 10.0**-digits
-    )
+    return next(f"under 1e-{digits}" for digits in range(6, -1, -1) if 2 * rounding <= 10.0**-digits)
 
 
 def _for_graph(name: str, place: Path, scratch: Path) -> Path:
@@ -238,9 +234,7 @@ def _split_one(architecture: Architecture) -> str:
     try:
         split_shape(architecture, 2)
     except CompressionError as error:
-        why = re.sub(r"^\w+ cannot be split( exactly)?: ", "", str(error)).partition(
-            " of the largest, for "
-        )
+        why = re.sub(r"^\w+ cannot be split( exactly)?: ", "", str(error)).partition(" of the largest, for ")
         return f"no: {why[2] or re.sub(r' by [0-9.e-]+ of the largest', '', why[0])}"
     return EXACT
 
@@ -257,9 +251,7 @@ def supported_row(name: str) -> Row:
             zoo.save(case, place)
         model_class = zoo.family(name).model_class
         try:
-            compressor.compress(
-                str(places[name]), Path(folder) / "out", strategy="model-centric", experts=4
-            )
+            compressor.compress(str(places[name]), Path(folder) / "out", strategy="model-centric", experts=4)
             reloaded = zoo.reload(name, Path(folder) / "out")
             if not zoo.logits(reloaded, zoo.tokens(reloaded)).isfinite().all():
                 raise CompressionError("the reloaded model's logits are not finite")
@@ -278,9 +270,7 @@ def refused_families() -> list[str]:
     models = Path(transformers.__file__).parent / "models"
     found = []
     for folder in sorted(models.iterdir()):
-        source = "".join(
-            file.read_text(encoding="utf-8") for file in sorted(folder.glob("modeling_*.py"))
-        )
+        source = "".join(file.read_text(encoding="utf-8") for file in sorted(folder.glob("modeling_*.py")))
         if EXPERTS_CLASS.search(source) and MARK not in source and folder.name not in zoo.FAMILIES:
             found.append(folder.name)
     return found

@@ -102,9 +102,7 @@ def imported_modules(node: ast.AST) -> list[str]:
     if not isinstance(node, ast.ImportFrom) or node.module is None:
         return []
     inner = [f"{node.module}.{alias.name}" for alias in node.names]
-    return [
-        name if (ROOT / f"{name.replace('.', '/')}.py").is_file() else node.module for name in inner
-    ]
+    return [name if (ROOT / f"{name.replace('.', '/')}.py").is_file() else node.module for name in inner]
 
 
 def imports() -> list[Import]:

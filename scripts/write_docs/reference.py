@@ -172,9 +172,7 @@ def _cell(text: str) -> str:
 
 def schema(name: str) -> dict[str, Any]:
     """Return one of the two schemas: plan or compression."""
-    content: dict[str, Any] = json.loads(
-        (FOLDER / f"{name}.schema.json").read_text(encoding="utf-8")
-    )
+    content: dict[str, Any] = json.loads((FOLDER / f"{name}.schema.json").read_text(encoding="utf-8"))
     return content
 
 
