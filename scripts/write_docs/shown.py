@@ -45,18 +45,16 @@ def masked(text: str) -> list[str]:
 
 def excerpt(output: str, first: str, last: str | None) -> str:
     """Return the lines from the one that contains `first` to the one that contains `last`."""
-    lines = output.splitlines()
-    begin = next((number for number, line in enumerate(lines) if first in line), None)
-    if begin is None:
-        return f"(no line with {first!r})\n"
     chosen = list[str]()
-    for line in lines[begin:]:
+    for line in output.splitlines():
+        if not chosen and first not in line:
+            continue
         if last is None and not line.strip():
             break
         chosen.append(line.rstrip())
         if last is not None and last in line:
             break
-    return "\n".join(chosen) + "\n"
+    return "\n".join(chosen or [f"(no line with {first!r})"]) + "\n"
 
 
 def run(code: str, language: str, folder: Path) -> tuple[str, int]:
