@@ -208,15 +208,10 @@ def _distance(kept: Path, place: Path) -> str:
     if not (kept / name).exists():
         return ""
     old, new = tensors(kept / name), tensors(place / name)
-    apart, odd = dict[str, float](), list[str]()
-    for key in {**old, **new}:
-        if key not in old or key not in new or old[key].shape != new[key].shape:
-            odd.append(key)
-        elif old[key].numel() and old[key].dtype == new[key].dtype:
-            apart[key] = float((old[key].double() - new[key].double()).abs().max())
-    most = max(apart, key=lambda key: apart[key], default="")
-    text = f", at most by {apart[most]:.3g} ({most}), in {sum(map(bool, apart.values()))} tensors" if apart else ""
-    return text + (f"; {len(odd)} tensors are new, gone or of another shape, such as {min(odd)}" if odd else "")
+    shared = [key for key in old if key in new and old[key].shape == new[key].shape and old[key].numel()]
+    apart = [float((old[key].double() - new[key].double()).abs().max()) for key in shared]
+    others = len({**old, **new}) - len(shared)
+    return f", at most by {max(apart, default=0.0):.3g}; {others} tensors are new, gone or of another shape"
 
 
 def main(words: list[str] | None = None) -> int:
