@@ -4,14 +4,12 @@
     python -m scripts.golden compare FILE [the same options]
 
 Every case runs in a fresh folder with a cache of its own, on one thread and offline. Recorded are its exit status, a
-SHA-256 of all tensors, the members of every layer's groups, the experts that are gone, and the figures of layers and
-steps; nothing of it names an option, so that a record outlives their names. `compare` prints what differs and then
-exits with 1. `record --keep` leaves the outputs in FOLDER; `compare --keep` finds them there and measures the largest
-absolute difference of weights that differ. `record --only` leaves the other cases of FILE as they are.
+SHA-256 of all tensors, groups and dropped experts of every layer, and the figures of layers and steps; no name of an
+option. `compare` prints what differs and then exits with 1. `record --keep` leaves the outputs in FOLDER, from which
+`compare --keep` measures the largest absolute difference of weights. `record --only` leaves other cases as they are.
 
-With --model the cases marked as generic run on that checkpoint and text instead of the embedded demo, keeping half of
-its experts. `scripts/golden_files/demo.json` is the record on the demo. The same code on another machine, or with
-another torch, may round differently: record there first.
+With --model the generic cases run on that checkpoint and text instead of the demo, keeping half of its experts.
+`scripts/golden_files/demo.json` is the record on the demo; another machine or torch may round differently.
 """
 
 import argparse
@@ -30,7 +28,6 @@ from typing import Any
 
 import onnx
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from compressor.data.demo import demo_checkpoint
@@ -42,11 +39,7 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A command line; `make` writes its model, which is the demo or the given one if None.
-
-    Of the words, MODEL, TEXT (a small text file) and DATA (the calibration source) are replaced, KEEP by the
-    number of experts to keep, and OUT by `output`.
-    """
+    """A command line, whose capitals are replaced; `make` writes its model, the demo or the given one if None."""
 
     name: str
     command: str
@@ -93,11 +86,7 @@ CASES = (
     Case("protect", f"{BASE} --strategy count-guided --correct none --protect auto"),
     Case("constants-even", f"{BASE} --format mone"),
     Case("constants-uneven", f"{BASE} --format mone --budget uneven --correct ridge {FINE}"),
-    Case(
-        "mtp",
-        f"{TINY} --strategy hc-smoe --correct ridge",
-        partial(mtp_checkpoints.make, "deepseek_v3"),
-    ),
+    Case("mtp", f"{TINY} --strategy hc-smoe --correct ridge", partial(mtp_checkpoints.make, "deepseek_v3")),
     Case("quantised", f"{TINY} --strategy count-guided --correct none", make_quantised),
     Case("onnx", f"{BASE} --strategy count-guided --correct none --format onnx"),
     Case("gguf", GGUF, make_gguf, output="out.gguf"),
@@ -107,22 +96,17 @@ CASES = (
 def run(case: Case, place: Path, model: Path | None, calibration: Path | None) -> Facts:
     """Carry out a case in `place`, a new folder, and read what it left there."""
     folders = {"HOME": "home", "TMPDIR": "tmp", "MOE_COMPRESSOR_CACHE": "home/cache"}
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(ROOT),
-    }
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     for name, folder in folders.items():
         (place / folder).mkdir(parents=True)
         environment[name] = str(place / folder)
     source = place / ("model.gguf" if case.output.endswith(".gguf") else "model")
-    with demo_checkpoint() as demo:
-        if case.make is None:
+    if case.make is None:
+        with demo_checkpoint() as demo:
             shutil.copytree(model or demo, source)
-        else:
-            source.mkdir()
-            case.make(source)
+    else:
+        source.mkdir()
+        case.make(source)
     config = json.loads((source / "config.json").read_text()) if source.is_dir() else {}
     experts = config.get("num_local_experts", config.get("num_experts", 0))
     words = {
@@ -132,8 +116,7 @@ def run(case: Case, place: Path, model: Path | None, calibration: Path | None) -
         "KEEP": str(experts // 2 if model else experts * 3 // 4),
         "DATA": str(calibration) if calibration else "demo",
     }
-    given = [words.get(word, word) for word in case.command.split()]
-    line = [sys.executable, "-m", "compressor", *given, "--json"]
+    line = [sys.executable, "-m", "compressor", *(words.get(word, word) for word in case.command.split()), "--json"]
     done = subprocess.run(line, cwd=place, env=environment, capture_output=True, text=True)
     if done.returncode:
         print(f"{case.name}: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
@@ -144,31 +127,26 @@ def run(case: Case, place: Path, model: Path | None, calibration: Path | None) -
 
 def facts(place: Path) -> Facts:
     """Return what a case left: the one function that knows how plans and results are laid out."""
-    out, figures = place / "out", dict[str, Any]()
+    out = place / "out"
     if out.is_dir():
         record = json.loads((out / "compression.json").read_text())
     else:
         out = place / "out.gguf"
         record = {"plan": json.loads(gguf_models.metadata(out)["moe_compressor.plans"][-1])}
     printed = json.loads((place / "stdout.json").read_text())
-    of = {step["name"]: step for step in record["plan"]["steps"]}
-    decided = (of.get("prune") or of["constants"])["plan"]
+    steps = {step["name"]: step for step in record["plan"]["steps"]}
+    plan = (steps.get("prune") or steps["constants"])["plan"]
     found: dict[str, Any] = {name: record.get(name) for name in ("parameters", "bytes")}
-    found |= {layer["module"]: layer["figures"] for layer in decided["layers"]}
-    found |= {name: of[name].get("result") for name in ("routers", "distill") if name in of}
-    found |= {"constants": decided.get("figures"), "acceptance": printed.get("acceptance")}
+    found |= {layer["module"]: layer["figures"] for layer in plan["layers"]}
+    found |= {name: steps[name].get("result") for name in ("routers", "distill") if name in steps}
+    found |= {"constants": plan.get("figures"), "acceptance": printed.get("acceptance")}
+    figures, groups, dropped = dict[str, Any](), {}, {}
     for name, value in found.items():
         figures |= dict(_flat(name, value))
-    groups, dropped = {}, {}
-    for layer in decided["layers"]:
+    for layer in plan["layers"]:
         groups[layer["module"]] = [group["members"] for group in layer["groups"]]
         dropped[layer["module"]] = layer["dropped"]
-    return {
-        "weights": digest(tensors(out)),
-        "groups": groups,
-        "dropped": dropped,
-        "figures": figures,
-    }
+    return {"weights": digest(tensors(out)), "groups": groups, "dropped": dropped, "figures": figures}
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, float | str]]:
@@ -187,8 +165,7 @@ def tensors(out: Path) -> dict[str, Tensor]:
     if out.is_file():
         for name, (shape, kind, raw) in gguf_models.contents(out).items():
             found[f"{name} {kind} {shape}"] = torch.tensor(list(raw), dtype=torch.uint8)
-    for file in sorted(out.glob("*.safetensors")):
-        found |= load_file(file)
+    found |= small.tensors_of(out)
     for file in out.glob("*.onnx"):
         graph = onnx.load(file).graph
         for entry in graph.initializer:
@@ -199,12 +176,12 @@ def tensors(out: Path) -> dict[str, Tensor]:
 
 
 def digest(weights: Mapping[str, Tensor]) -> str:
-    """SHA-256 of name, dtype, shape and bytes of all tensors, in the order of their names."""
-    made = sha256()
+    """Return the SHA-256 of name, dtype, shape and bytes of all tensors, in the order of their names."""
+    total = sha256()
     for name, value in sorted(weights.items()):
-        made.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
-        made.update(value.contiguous().reshape(-1).view(torch.uint8).numpy())
-    return made.hexdigest()
+        total.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
+        total.update(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return total.hexdigest()
 
 
 def differences(old: Facts, new: Facts, kept: Path, place: Path) -> list[str]:
@@ -231,20 +208,10 @@ def _distance(kept: Path, place: Path) -> str:
     if not (kept / name).exists():
         return ""
     old, new = tensors(kept / name), tensors(place / name)
-    apart, odd = dict[str, float](), list[str]()
-    for key in {**old, **new}:
-        if key not in old or key not in new or old[key].shape != new[key].shape:
-            odd.append(key)
-        elif old[key].numel() and old[key].dtype == new[key].dtype:
-            apart[key] = float((old[key].double() - new[key].double()).abs().max())
-    text = ""
-    if apart:
-        most = max(apart, key=lambda key: apart[key])
-        changed = sum(map(bool, apart.values()))
-        text = f", at most by {apart[most]:.3g} ({most}), in {changed} tensors"
-    if odd:
-        text += f"; {len(odd)} tensors are new, gone or of another shape, such as {min(odd)}"
-    return text
+    shared = [key for key in old if key in new and old[key].shape == new[key].shape and old[key].numel()]
+    apart = [float((old[key].double() - new[key].double()).abs().max()) for key in shared]
+    others = len({**old, **new}) - len(shared)
+    return f", at most by {max(apart, default=0.0):.3g}; {others} tensors are new, gone or of another shape"
 
 
 def main(words: list[str] | None = None) -> int:
@@ -261,21 +228,15 @@ def main(words: list[str] | None = None) -> int:
         parser.error("--model and --calibration go together")
     calibration = given.calibration and given.calibration.resolve()
     known = {case.name: case for case in CASES if case.generic or given.model is None}
-    names = given.only.split(",") if given.only else list(known)
-    if unknown := sorted({*names} - {*known}):
-        parser.error(f"there is no case {unknown[0]}; known are {', '.join(known)}")
     recorded: dict[str, Facts] = json.loads(given.file.read_text()) if given.file.exists() else {}
     failed = False
-    for name in names:
+    for name in given.only.split(",") if given.only else known:
         with tempfile.TemporaryDirectory() as scratch:
             place, kept = Path(scratch) / name, (given.keep or Path(scratch) / "kept") / name
             new = run(known[name], place, given.model, calibration)
             if given.what == "compare":
-                lines = ["not recorded"]
-                if name in recorded:
-                    lines = differences(recorded[name], new, kept, place)
-                head = f"{name}: {'differs' if lines else 'same'}"
-                print(head, *lines, sep="\n    ", flush=True)
+                lines = differences(recorded[name], new, kept, place) if name in recorded else ["not recorded"]
+                print(f"{name}: {'differs' if lines else 'same'}", *lines, sep="\n    ", flush=True)
                 failed |= bool(lines)
                 continue
             print(f"{name}: status {new['status']}", flush=True)
@@ -286,7 +247,6 @@ def main(words: list[str] | None = None) -> int:
                     if entry.exists():
                         shutil.move(entry, kept / entry.name)
             recorded[name] = new
-            given.file.parent.mkdir(parents=True, exist_ok=True)
             lines = [f"{json.dumps(key)}: {json.dumps(recorded[key])}" for key in sorted(recorded)]
             given.file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     return int(failed)

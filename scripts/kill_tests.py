@@ -1,16 +1,15 @@
 """Kill commands at random moments, run them again, and compare what they leave with what undisturbed runs leave.
 
-    python -m scripts.kill_tests [--kills 100] [--seed 0] [--model FOLDER] [--only apply,export]
+    python -m scripts.kill_tests [--kills 100] [--seed 0] [--only apply,export]
 
 Every trial runs one command in a folder of its own, kills its whole process group (SIGKILL) one to three times, and
-then lets the same command through. Half of the kills fall just before or after a rename, or while a layer's file,
-golden answers, a baseline or another file is written; each moment of a watched run is as likely. The others fall at
-any time of an undisturbed run, most of them after the first such moment.
+then lets the same command through. Half of the kills fall just before or after a rename, or while a file is written;
+each moment of a watched run is as likely. The others fall at any time of an undisturbed run, most of them after the
+first such moment. Pushes go to a Hub on loopback.
 
-After each kill an output is whole: the older one, or the new one, or absent where none was. In the end the folder
-holds what the undisturbed run left, byte for byte, and nothing else, hidden files included, and the temporary folder
-holds no name that an undisturbed run does not leave there. Times and memory in the run's record and in a gate's reports
-are left out. Pushes go to a Hub on loopback, which has to hold the same files. Exits with 1 when anything differed.
+After each kill an output is whole: the older one, or the new one, or absent where none was. In the end folder, temporary
+folder, records of runs and Hub hold what the undisturbed run left, byte for byte but for times and memory, and nothing
+else, hidden files included. Exits with 1 when anything differed.
 """
 
 import argparse
@@ -25,9 +24,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -52,16 +50,13 @@ WRITING = os.O_WRONLY | os.O_RDWR
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A command, and what is run once before it; `demo` takes the embedded model, whose tasks a gate needs.
-
-    An output in `parts` is put in place one after another. REPOSITORY stands for one of the trial's own on the Hub.
-    """
+    """A command, and what is run once before it."""
 
     name: str
     command: str
     before: str = ""
-    demo: bool = False
-    parts: bool = False
+    demo: bool = False  # takes the embedded model, whose tasks a gate needs
+    parts: bool = False  # has an output that is put in place one part after another
     gguf: bool = False
 
 
@@ -71,6 +66,8 @@ COMPRESS = f"compress MODEL -o {OUT} --experts 4 {DATA}"
 RIDGE = "--strategy hc-smoe --correct ridge"
 PLAN = f"plan MODEL -o plan.json --experts 4 {DATA} {RIDGE}"
 SMALL = f"compress MODEL -o small --experts 4 {DATA} --strategy count-guided --correct none"
+OLDER = f"compress MODEL -o {OUT} --experts 2 {DATA} --correct none"
+ROUNDS = f"--rounds 2 --sequences 16 {OWN}"
 TRAIN = f"--steps 6 --tokens-per-step 128 --learning-rate 1e-3 --evaluate-every 2 {OWN}"
 ALL = (
     "--routers router --set routers.sequences=16 --set routers.sequence_length=32 --distill experts"
@@ -85,20 +82,12 @@ CASES = (
     Case("compress ridge", f"{COMPRESS} {RIDGE}"),
     Case("compress tune", f"{COMPRESS} --strategy hc-smoe --correct tune"),
     Case("compress --sequential", f"{COMPRESS} {RIDGE} --sequential"),
-    Case(
-        "compress --overwrite",
-        f"{COMPRESS} {RIDGE} --overwrite",
-        f"compress MODEL -o {OUT} --experts 2 {DATA} --correct none",
-    ),
+    Case("compress --overwrite", f"{COMPRESS} {RIDGE} --overwrite", OLDER),
     Case("compress --format onnx", f"{COMPRESS} --correct none --format onnx"),
     Case("compress two formats", f"{COMPRESS} --correct none --format safetensors,onnx"),
     Case("compress all steps", f"{COMPRESS} {RIDGE} {ALL}"),
     Case("split", f"split MODEL -o {OUT} --parts 2"),
-    Case(
-        "calibrate-router",
-        f"calibrate-router small -o {OUT} --base MODEL --rounds 2 --sequences 16 {OWN}",
-        SMALL,
-    ),
+    Case("calibrate-router", f"calibrate-router small -o {OUT} --base MODEL {ROUNDS}", SMALL),
     Case("distill", f"distill small -o {OUT} --base MODEL {TRAIN}", SMALL),
     Case("apply", f"apply plan.json -o {OUT}", PLAN),
     Case("export", f"export MODEL -o {OUT}"),
@@ -127,29 +116,29 @@ def content(folder: Path) -> dict[str, str]:
         elif path.is_dir():
             found[name] = "folder"
         else:
-            raw = path.read_bytes()
-            if path.name in SAYING_THE_SAME:
-                raw = b""
-            elif path.name == "gate.json":
-                raw = _without_times(raw)
-            elif path.name == "SHA256SUMS":
-                raw = b"".join(line for line in raw.splitlines() if b"  gate." not in line)
-            elif path.name == BASELINE:
-                raw = SECONDS.sub(b"", raw)
-            found[name] = sha256(raw).hexdigest()
+            found[name] = sha256(compared_bytes(path)).hexdigest()
     return found
 
 
-def _without_times(gate: bytes) -> bytes:
-    """Return gate.json without the fields that no two runs share; as it is where it is not whole."""
+def compared_bytes(path: Path) -> bytes:
+    """Return a file's bytes without what no two runs share; a gate.json that is not whole as it is."""
+    raw = path.read_bytes()
+    if path.name in SAYING_THE_SAME:
+        return b""
+    if path.name == "SHA256SUMS":
+        return b"".join(line for line in raw.splitlines() if b"  gate." not in line)
+    if path.name == BASELINE:
+        return SECONDS.sub(b"", raw)
+    if path.name != "gate.json":
+        return raw
     try:
-        result = json.loads(gate)
+        result = json.loads(raw)
         for name in NOT_COMPARED_OF_GATES:
             result.pop(name, None)
         for identity in (result["base_identity"], result["compressed_identity"]):
             identity["weights"] = [entry[:2] for entry in identity["weights"]]  # name and size
     except (ValueError, KeyError, TypeError, AttributeError):
-        return gate
+        return raw
     return json.dumps(result).encode()
 
 
@@ -158,66 +147,51 @@ class Home:
     """The folder of one trial: where the command runs, its temporary folder and its cache."""
 
     folder: Path
+    hub: Hub
 
     @property
     def place(self) -> Path:
         return self.folder / "place"
 
-    @property
-    def repository(self) -> str:
-        """Return the trial's own repository on the Hub."""
-        return f"org/{self.folder.name}"
-
     def start(
-        self, command: str, model: Path, hub: Hub, moment: Moment | None = None, watch: bool = False
+        self, command: str, model: Path, moment: Moment | None = None, watch: bool = False
     ) -> "subprocess.Popen[bytes]":
-        """Start the command in a process group of its own, on one thread and offline but for the Hub.
-
-        It is killed at a moment, if there is one, or its moments are written down.
-        """
+        """Start the command in a process group of its own; kill it at a moment, if any, or write its moments down."""
         for name in ("place", "tmp", "home"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
-        named = {"MODEL": str(model), "REPOSITORY": self.repository}
+        named = {"MODEL": str(model), "REPOSITORY": f"org/{self.folder.name}"}
         words = [named.get(word, word) for word in command.split()]
         program = ["-m", "compressor"]
         if moment is not None or watch:
             program = ["-c", f"from scripts.kill_tests import run_watched; run_watched({moment!r})"]
-        folders = {"TMPDIR": "tmp", "HOME": "home", "MOE_COMPRESSOR_CACHE": CACHE}
+        folders = {"TMPDIR": "tmp", "HOME": "home", "MOE_COMPRESSOR_CACHE": CACHE, "MOMENTS": "moments"}
         environment = {
-            **os.environ,
-            **{name: str(self.folder / value) for name, value in folders.items()},
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "0" if words[0] == "push" else "1",
-            "HF_ENDPOINT": hub.url,
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "HF_TOKEN": "hf_test",
-            "MOMENTS": str(self.folder / "moments"),
-            "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
-        }
+            **os.environ, **{name: str(self.folder / value) for name, value in folders.items()},
+            "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
+            "HF_HUB_OFFLINE": "0" if words[0] == "push" else "1", "HF_ENDPOINT": self.hub.url, "HF_TOKEN": "hf_test",
+            "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
+        }  # fmt: skip
         with (self.folder / "errors").open("wb") as errors:
             streams = {"stdout": subprocess.DEVNULL, "stderr": errors}
             line = [sys.executable, *program, *words]
-            return subprocess.Popen(
-                line, cwd=self.place, env=environment, start_new_session=True, **streams
-            )
+            return subprocess.Popen(line, cwd=self.place, env=environment, start_new_session=True, **streams)
 
     def output(self) -> dict[str, str]:
         """Return the digests of the files of the output, and of those beside it that are named after it."""
         found = content(self.place).items()
         return {name: kind for name, kind in found if name.startswith(OUT) and kind != "folder"}
 
-    def left(self, hub: Hub) -> dict[str, str]:
+    def left(self) -> dict[str, str]:
         """Return what the command left: files, names in the temporary folder, records of runs, files on the Hub."""
         found = content(self.place)
         found |= dict.fromkeys((f"tmp/{name}" for name in os.listdir(self.folder / "tmp")), "there")
         for path in sorted((self.folder / CACHE / "runs").glob("*.json")):
-            text = path.read_text(encoding="utf-8").replace(str(self.folder), "")
-            record = {k: v for k, v in json.loads(text).items() if k not in NOT_COMPARED}
-            found[f"record {path.stem}"] = json.dumps(record)
-        if self.repository in hub.repositories:
-            for name, raw in hub.repositories[self.repository].files().items():
-                found[f"Hub {name}"] = str(raw.replace(self.folder.name.encode(), b""))
+            record = json.loads(path.read_text(encoding="utf-8").replace(str(self.folder), ""))
+            kept = {key: value for key, value in record.items() if key not in NOT_COMPARED}
+            found[f"record {path.stem}"] = json.dumps(kept)
+        repository = self.hub.repositories.get(f"org/{self.folder.name}")
+        for name, raw in repository.files().items() if repository else ():
+            found[f"Hub {name}"] = str(raw.replace(self.folder.name.encode(), b""))
         return found
 
     def last_error(self) -> str:
@@ -255,10 +229,13 @@ def run_watched(moment: Moment | None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Undisturbed:
-    """A run that nobody killed: seconds to its first moment and to its end, and what it left."""
+class Setup:
+    """A case with its model, the folder to start from, and a run that nobody killed."""
 
-    first: float
+    case: Case
+    model: Path
+    base: Home
+    first: float  # seconds to its first moment
     end: float
     older: dict[str, str]
     output: dict[str, str]
@@ -266,30 +243,39 @@ class Undisturbed:
     moments: list[Moment]
 
 
-def undisturbed(case: Case, base: Home, home: Home, model: Path, hub: Hub) -> Undisturbed:
-    """Run a command to its end, and once more watched; raises SystemExit when it fails."""
-    watched = Home(home.folder.with_name(f"{home.folder.name}-watched"))
-    for own, watch in ((watched, True), (home, False)):
-        shutil.copytree(base.folder, own.folder)
-        older, begin = own.output(), time.monotonic()
-        if own.start(case.command, model, hub, watch=watch).wait() != 0:
-            raise SystemExit(f"{case.name}: the undisturbed run failed: {own.last_error()}")
+def prepare(case: Case, folder: Path, model: Path, hub: Hub) -> Setup:
+    """Make what a case starts from, and run it undisturbed, once watched and once not."""
+    from tests.support import gguf_models, small
+
+    base = Home(folder / f"base {case.name}", hub)
+    base.place.mkdir(parents=True)
+    small.text_file(base.place)
+    counts = {f"blk.{block}.ffn_down_exps.weight": (SQUARES, COUNTS) for block in (1, 2)}
+    gguf_models.imatrix(base.place / "imatrix.gguf", counts)
+    (base.place / "quantize.yaml").write_text(QUANTIZE.replace("MODEL", str(model)))
+    if case.before and base.start(case.before, model).wait() != 0:
+        raise SystemExit(f"{case.name}: {case.before} failed: {base.last_error()}")
+    home = Home(folder / f"whole-{CASES.index(case)}", hub)
+    watched = Home(folder / f"{home.folder.name}-watched", hub)
+    for run in (watched, home):
+        shutil.copytree(base.folder, run.folder)
+        older, begin = run.output(), time.monotonic()
+        if run.start(case.command, model, watch=run is watched).wait() != 0:
+            raise SystemExit(f"{case.name}: the undisturbed run failed: {run.last_error()}")
         end = time.monotonic() - begin
-    lines = (watched.folder / "moments").read_text().splitlines()
-    times, moments = zip(*map(json.loads, lines), strict=True) if lines else ((), ())
-    found = [Moment(*happened) for happened in moments]
-    return Undisturbed(min(times, default=0.0), end, older, home.output(), home.left(hub), found)
+    noted = [json.loads(line) for line in (watched.folder / "moments").read_text().splitlines()]
+    first = min((seconds for seconds, _ in noted), default=0.0)
+    moments = [Moment(*happened) for _, happened in noted]
+    return Setup(case, model, base, first, end, older, home.output(), home.left(), moments)
 
 
-def run_killed(
-    case: Case, home: Home, model: Path, whole: Undisturbed, dice: random.Random, hub: Hub
-) -> bool:
+def run_killed(setup: Setup, home: Home, dice: random.Random) -> bool:
     """Start the command and kill it at a moment drawn by the dice; returns whether it was still running then."""
-    if whole.moments and dice.random() < 0.5:
-        moment = dice.choice(whole.moments)
-        return home.start(case.command, model, hub, moment).wait() == -signal.SIGKILL
-    seconds = dice.uniform(whole.first if dice.random() < 0.9 else 0.0, whole.end)
-    process = home.start(case.command, model, hub)
+    if setup.moments and dice.random() < 0.5:
+        moment = dice.choice(setup.moments)
+        return home.start(setup.case.command, setup.model, moment).wait() == -signal.SIGKILL
+    seconds = dice.uniform(setup.first if dice.random() < 0.9 else 0.0, setup.end)
+    process = home.start(setup.case.command, setup.model)
     with suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
     alive = process.poll() is None
@@ -299,114 +285,71 @@ def run_killed(
     return alive
 
 
-@dataclass(slots=True)
-class Tally:
-    """What came of the kills of one command."""
-
-    trials: int = 0
-    kills: int = 0
-    identical: int = 0
-    faults: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """A case with its model, the folder to start from, and its undisturbed run."""
-
-    case: Case
-    model: Path
-    base: Home
-    whole: Undisturbed
-
-
-def prepare(case: Case, folder: Path, model: Path, hub: Hub) -> Setup:
-    """Make what a case starts from, and run it undisturbed."""
-    from tests.support import gguf_models, small
-
-    base = Home(folder / f"base {case.name}")
-    base.place.mkdir(parents=True)
-    small.text_file(base.place)
-    counts = {f"blk.{block}.ffn_down_exps.weight": (SQUARES, COUNTS) for block in (1, 2)}
-    gguf_models.imatrix(base.place / "imatrix.gguf", counts)
-    (base.place / "quantize.yaml").write_text(QUANTIZE.replace("MODEL", str(model)))
-    if case.before and base.start(case.before, model, hub).wait() != 0:
-        raise SystemExit(f"{case.name}: {case.before} failed: {base.last_error()}")
-    whole = undisturbed(case, base, Home(folder / f"whole-{CASES.index(case)}"), model, hub)
-    return Setup(case, model, base, whole)
-
-
-def trial(setup: Setup, home: Home, dice: random.Random, tally: Tally, hub: Hub) -> None:
-    """Kill a command up to three times, let it through, and count what is wrong."""
-    case, whole = setup.case, setup.whole
+def trial(setup: Setup, home: Home, dice: random.Random, tally: Counter[str]) -> list[str]:
+    """Kill a command up to three times, let it through, and return what is wrong."""
+    wrong = []
     shutil.copytree(setup.base.folder, home.folder)
     for _ in range(dice.randint(1, MOST_KILLS)):
-        tally.kills += run_killed(case, home, setup.model, whole, dice, hub)
+        tally["kills"] += run_killed(setup, home, dice)
         out = home.output()
-        is_whole = out.keys() <= whole.output.keys() if case.parts else out == whole.output
-        if out != whole.older and not is_whole:
-            tally.faults["a kill left an output that is neither the older nor the new one"] += 1
-    status = home.start(case.command, setup.model, hub).wait()
-    left = home.left(hub)
-    names = sorted({*left, *whole.left})
-    wrong = [f"{name} differs" for name in names if left.get(name) != whole.left.get(name)]
-    if status == 2 and not wrong and "exists already" in home.last_error():
+        is_whole = out.keys() <= setup.output.keys() if setup.case.parts else out == setup.output
+        if out != setup.older and not is_whole:
+            wrong.append("a kill left an output that is neither the older nor the new one")
+    status = home.start(setup.case.command, setup.model).wait()
+    left = home.left()
+    names = sorted({*left, *setup.left})
+    differing = [f"{name} differs" for name in names if left.get(name) != setup.left.get(name)]
+    if status == 2 and not differing and "exists already" in home.last_error():
         status = 0  # the last kill came after a report was in place, which no repeat replaces
     if status != 0:
-        wrong.append(f"status {status}: {home.last_error()}")
-    tally.trials += 1
-    tally.identical += not wrong
-    tally.faults.update(wrong)
+        differing.append(f"status {status}: {home.last_error()}")
+    tally["trials"] += 1
+    tally["identical"] += not differing
+    return wrong + differing
 
 
-def run_trials(
-    cases: Sequence[Case], kills: int, seed: int, given: Path | None
-) -> dict[str, Tally]:
-    """Run trials of each command, in turn, until there were so many kills."""
-    from compressor.data.demo import demo_checkpoint
-    from tests.support import gguf_models, small
-
-    dice, tallies = random.Random(seed), {case.name: Tally() for case in cases}
-    with tempfile.TemporaryDirectory() as scratch, demo_checkpoint() as demo, serve() as hub:
-        folder, number = Path(scratch), 0
-        model = given.resolve() if given else small.save(folder / "model", shard="60KB")
-        file = gguf_models.quantised(folder / "model.gguf")
-        setups: dict[str, Setup] = {}
-        while sum(tally.kills for tally in tallies.values()) < kills:
-            case = cases[number % len(cases)]
-            if case.name not in setups:
-                own = Path(demo) if case.demo and not given else model
-                setups[case.name] = prepare(case, folder, file if case.gguf else own, hub)
-            home = Home(folder / f"trial-{number}")
-            trial(setups[case.name], home, dice, tallies[case.name], hub)
-            shutil.rmtree(home.folder)
-            number += 1
-            print(f"\n{table(tallies)}", file=sys.stderr, flush=True)  # so far
-    return tallies
-
-
-def table(tallies: dict[str, Tally]) -> str:
+def table(tallies: dict[str, Counter[str]], faults: Counter[str]) -> str:
     """Return the result as Markdown; shares are of the trials, each of which is one to three kills."""
     lines = ["| command | kills | ran to identical bytes |", "|---|---|---|"]
-    faults = []
-    for name, tally in tallies.items():
-        lines.append(f"| {name} | {tally.kills} | {tally.identical}/{tally.trials} |")
-        faults += [f"- {name}: {fault} ({count})" for fault, count in tally.faults.items()]
-    return "\n".join([*lines, "", *(faults or ["Nothing differed."])])
+    lines += [
+        f"| {name} | {tally['kills']} | {tally['identical']}/{tally['trials']} |" for name, tally in tallies.items()
+    ]
+    shown = [f"- {fault} ({count})" for fault, count in faults.items()]
+    return "\n".join([*lines, "", *(shown or ["Nothing differed."])])
 
 
 def main() -> None:
-    """Print the table; exit with 1 when anything differed."""
+    """Try the commands in turn until there were so many kills; exit with 1 when anything differed."""
+    from compressor.data.demo import demo_checkpoint
+    from tests.support import gguf_models, small
+
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", type=Path, help="a checkpoint folder (default: tiny ones)")
     parser.add_argument("--only", help="names of commands, separated by commas (default: all)")
     given = parser.parse_args()
-    names = given.only.split(",") if given.only else [case.name for case in CASES]
-    cases = [case for case in CASES if case.name in names]
-    tallies = run_trials(cases, given.kills, given.seed, given.model)
-    print(table(tallies))
-    raise SystemExit(any(tally.faults for tally in tallies.values()))
+    cases = [case for case in CASES if not given.only or case.name in given.only.split(",")]
+    dice, tallies = random.Random(given.seed), {case.name: Counter[str]() for case in cases}
+    faults = Counter[str]()
+    with tempfile.TemporaryDirectory() as scratch, demo_checkpoint() as demo, serve() as hub:
+        folder, number = Path(scratch), 0
+        model = small.save(folder / "model", shard="60KB")
+        file = gguf_models.quantised(folder / "model.gguf")
+        setups: dict[str, Setup] = {}
+        while sum(tally["kills"] for tally in tallies.values()) < given.kills:
+            case = cases[number % len(cases)]
+            if case.name not in setups:
+                source = Path(demo) if case.demo else model
+                source = file if case.gguf else source
+                setups[case.name] = prepare(case, folder, source, hub)
+            home = Home(folder / f"trial-{number}", hub)
+            wrong = trial(setups[case.name], home, dice, tallies[case.name])
+            faults.update(f"{case.name}: {fault}" for fault in wrong)
+            shutil.rmtree(home.folder)
+            number += 1
+            print(f"\n{table(tallies, faults)}", file=sys.stderr, flush=True)  # so far
+    print(table(tallies, faults))
+    raise SystemExit(bool(faults))
 
 
 if __name__ == "__main__":

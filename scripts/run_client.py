@@ -10,10 +10,10 @@
 It needs numpy and the client alone. Tokens are [B, L]; what comes out are the log probabilities [B, L, V] after each.
 """
 
-import contextlib
 import os
 import runpy
 import sys
+from importlib import import_module
 from importlib.metadata import version as version_of
 from typing import Any
 
@@ -22,66 +22,53 @@ import numpy as np
 FLOAT32 = 0  # of a cache, as ggml numbers types; llama.cpp's default is float16
 
 
-def converter_version(checkout: str) -> str:
-    """The converter can be loaded; it has no version but its checkout's."""
-    _use_converter(checkout)
-    return os.path.basename(os.path.realpath(checkout))
+def version(client: str, checkout: str = "") -> str:
+    """Return the version of a client, of a converter its checkout's name; an ImportError where it is missing."""
+    if client == "converter":
+        use_converter(checkout)
+        return os.path.basename(os.path.realpath(checkout))
+    name = {"llama": "llama_cpp", "vllm": "vllm"}[client]
+    return str(getattr(import_module(name), "__version__", "") or version_of(client))
 
 
-def _use_converter(checkout: str) -> Any:
+def use_converter(checkout: str) -> Any:
+    """Return the module of llama.cpp's converter that has its classes."""
     sys.path[:0] = [checkout, os.path.join(checkout, "gguf-py")]
-    from conversion import base  # type: ignore[import-not-found]
-
-    return base
+    return import_module("conversion.base")
 
 
 def convert(checkout: str, folder: str, out: str) -> None:
-    """The checkpoint as float32 GGUF, by llama.cpp's own converter.
-
-    It knows tokenizers by a hash and refuses others, whatever the weights are. Tokens go in as numbers here, so any
-    kind of byte-level tokenizer may stand for one that it does not know.
-    """
-    base = _use_converter(checkout)
-    base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+    """Write the checkpoint as float32 GGUF, by llama.cpp's own converter, which refuses unknown tokenizers otherwise."""
+    use_converter(checkout).TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
     sys.argv = ["convert_hf_to_gguf.py", folder, "--outfile", out, "--outtype", "f32"]
     runpy.run_path(os.path.join(checkout, "convert_hf_to_gguf.py"), run_name="__main__")
 
 
 def tensors(checkout: str, file: str, expected: str) -> str:
-    """How many of the expected tensors the GGUF file holds, and which it does not.
-
-    Bit for bit, or, where the file has them in blocks of fewer bits, to the rounding of bfloat16.
-    """
+    """Return how many of the expected tensors the GGUF file holds, blocks of fewer bits to the rounding of bfloat16."""
     sys.path[:0] = [os.path.join(checkout, "gguf-py")]
     from gguf import GGUFReader
     from gguf.quants import dequantize
 
     held = {tensor.name: tensor for tensor in GGUFReader(file).tensors}
-
-    def alike(name: str, value: Any) -> bool:
+    wanted, wrong = np.load(expected), []
+    for name, value in wanted.items():
         if name not in held:
-            return False
-        if held[name].data.dtype == value.dtype:
-            return np.array_equal(held[name].data, value)
-        found = dequantize(held[name].data, held[name].tensor_type)
-        if (scale := held.get(name.replace(".weight", ".scale"))) is not None:  # of each expert
-            found = found * scale.data[:, None, None]
-        return np.allclose(found, value, rtol=2**-8)
-
-    wanted = np.load(expected)
-    wrong = [name for name in wanted if not alike(name, wanted[name])]
+            wrong.append(name)
+        elif held[name].data.dtype == value.dtype:
+            wrong += [] if np.array_equal(held[name].data, value) else [name]
+        else:
+            found = dequantize(held[name].data, held[name].tensor_type)
+            scale = held.get(name.replace(".weight", ".scale"))  # of each expert
+            found = found if scale is None else found * scale.data[:, None, None]
+            wrong += [] if np.allclose(found, value, rtol=2**-8) else [name]
     message = f"{len(wanted.files) - len(wrong)} of {len(wanted.files)}"
     return f"{message}; not {wrong[0]}" if wrong else message
 
 
-def _log_softmax(logits: Any) -> Any:
-    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-
-
 def llama(file: str, tokens: str, out: str) -> None:
-    """Log probabilities of llama.cpp, through llama-cpp-python."""
-    from llama_cpp import Llama  # type: ignore[import-not-found]
+    """Save log probabilities of llama.cpp, through llama-cpp-python."""
+    from llama_cpp import Llama
 
     batch = np.load(tokens)
     model = Llama(
@@ -92,27 +79,29 @@ def llama(file: str, tokens: str, out: str) -> None:
     for row in batch:
         model.reset()
         model.eval(row.tolist())
-        found.append(_log_softmax(np.array(model.scores[: len(row)])))
+        logits = np.array(model.scores[: len(row)], dtype=np.float64)
+        logits -= logits.max(-1, keepdims=True)
+        found.append(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
     np.save(out, np.stack(found))
 
 
 def vllm(dtype: str, *arguments: str) -> None:
     """Log probabilities of vLLM for one checkpoint after another; where it fails, the reason is beside its OUT."""
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    from vllm.distributed import cleanup_dist_env_and_memory  # type: ignore[import-not-found]
+    from vllm.distributed import cleanup_dist_env_and_memory
 
     for folder, tokens, out in zip(arguments[::3], arguments[1::3], arguments[2::3], strict=True):
         try:
-            _vllm(dtype, folder, tokens, out)
+            save_answers(dtype, folder, tokens, out)
         except Exception as error:
             with open(f"{out}.txt", "w", encoding="utf-8") as reason:
                 reason.write(f"{type(error).__name__}: {error}")
         cleanup_dist_env_and_memory()
 
 
-def _vllm(dtype: str, folder: str, tokens: str, out: str) -> None:
-    """Those after the last token come with the token that it draws."""
-    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+def save_answers(dtype: str, folder: str, tokens: str, out: str) -> None:
+    """Save vLLM's log probabilities; those after the last token come with the token that it draws."""
+    from vllm import LLM, SamplingParams
 
     batch = np.load(tokens)
     model = LLM(
@@ -131,17 +120,8 @@ def _vllm(dtype: str, folder: str, tokens: str, out: str) -> None:
 
 
 def vllm_loader(dtype: str, *arguments: str) -> None:
-    """The same with vLLM's own reading of quantised experts, and a plain kernel for what it has none for on a CPU.
-
-    Configuration, names, shapes and placing of all tensors are vLLM's; what has arrived is dequantised as it lies.
-    """
-    from importlib import import_module
-
-    from vllm.model_executor.layers.fused_moe.oracle import (  # type: ignore[import-not-found]
-        fp8,
-        int_wna16,
-        nvfp4,
-    )
+    """Do the same with vLLM's own reading of quantised experts, dequantised after it, as it has no kernel on a CPU."""
+    from vllm.model_executor.layers.fused_moe.oracle import fp8, int_wna16, nvfp4
 
     package = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe"
     chosen = {
@@ -152,70 +132,57 @@ def vllm_loader(dtype: str, *arguments: str) -> None:
     for name, (select, backend) in chosen.items():
         module = import_module(f"{package}.compressed_tensors_moe_{name}")
         setattr(module, select, lambda *_, backend=backend, **__: (backend, None))
-        module.check_moe_marlin_supports_config = lambda *_, **__: True  # type: ignore[attr-defined]
+        module.check_moe_marlin_supports_config = lambda *_, **__: True
     methods = import_module(f"{package}.compressed_tensors_moe").CompressedTensorsMoEMethod
-    own = methods.get_moe_method
+    choose = methods.get_moe_method
 
     def get_moe_method(config: Any, layer: Any, layer_name: str) -> Any:
-        method = own(config, layer, layer_name)
-        method.process_weights_after_loading = lambda layer: _use_plain(method, config, layer)
+        method = choose(config, layer, layer_name)
+        method.process_weights_after_loading = lambda layer: use_plain(method, config, layer)
         return method
 
     methods.get_moe_method = staticmethod(get_moe_method)
     vllm(dtype, *arguments)
 
 
-def _use_plain(method: Any, config: Any, layer: Any) -> None:
+def use_plain(method: Any, config: Any, layer: Any) -> None:
     """Dequantise the experts of a loaded layer, and let vLLM compute with them as with a plain checkpoint's."""
     import torch
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
-    from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod  # type: ignore[import-not-found]
+    from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
     scheme = next(iter(config.target_scheme_map.values()))
-    weights, form = scheme["weights"], scheme["format"]
-    quantised = QuantizationScheme(targets=["Linear"], weights=weights, format=form)
+    form, moe = scheme["format"], method.moe
+    quantised = QuantizationScheme(targets=["Linear"], weights=scheme["weights"], format=form)
     compressor = BaseCompressor.get_value_from_registry(form)
     parameters = dict(layer.named_parameters())
-    moe = method.moe
     for side, columns in (("w13", moe.hidden_dim), ("w2", moe.intermediate_size_per_partition)):
         names = [name for name in parameters if name.startswith(side)]
         stored = {name.removeprefix(f"{side}_"): parameters[name] for name in names}
         rows = stored["weight" if "weight" in stored else "weight_packed"].shape[1]
         plain = []
         for expert in range(moe.num_experts):
-            own = {name: value[expert] for name, value in stored.items()}
-            if "weight_shape" in own:
-                own["weight_shape"] = torch.tensor([rows, columns])
-            if "weight_global_scale" in own:  # of gate and up, as vLLM does
-                own["weight_global_scale"] = own["weight_global_scale"].flatten()[:1]
-            plain.append(compressor.decompress(own, quantised)["weight"])
+            tensors = {name: value[expert] for name, value in stored.items()}
+            if "weight_shape" in tensors:
+                tensors["weight_shape"] = torch.tensor([rows, columns])
+            if "weight_global_scale" in tensors:  # of gate and up, as vLLM does
+                tensors["weight_global_scale"] = tensors["weight_global_scale"].flatten()[:1]
+            plain.append(compressor.decompress(tensors, quantised)["weight"])
         for name in names:
             delattr(layer, name)
         value = torch.stack(plain).to(moe.in_dtype)
         layer.register_parameter(f"{side}_weight", torch.nn.Parameter(value, requires_grad=False))
-    layer.quant_method = UnquantizedFusedMoEMethod(method.moe)
+    layer.quant_method = UnquantizedFusedMoEMethod(moe)
     layer.quant_method.process_weights_after_loading(layer)
-
-
-def version(client: str, checkout: str = "") -> str:
-    """The version of a client; an ImportError where it is missing."""
-    if client == "converter":
-        return converter_version(checkout)
-    module = __import__({"llama": "llama_cpp", "vllm": "vllm"}[client])
-    with contextlib.suppress(Exception):
-        return str(module.__version__)
-    return version_of(client)
 
 
 def main() -> None:
     """Do what the command line asks for; what is said goes to the last line of stdout."""
     does, *arguments = sys.argv[1:]
-    calls = {
-        "version": version, "convert": convert, "tensors": tensors, "llama": llama, "vllm": vllm,
-        "vllm-loader": vllm_loader,
-    }  # fmt: skip
-    print(calls[does](*arguments) or "done")  # type: ignore[operator]
+    functions: tuple[Any, ...] = (version, convert, tensors, llama, vllm, vllm_loader)
+    calls = {function.__name__.replace("_", "-"): function for function in functions}
+    print(calls[does](*arguments) or "done")
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ rate of either that exceeds 1 - confidence by more than three binomial errors. B
 what another one makes of the same samples: a comparison of two means, or a gate that every task has to pass by itself.
 """
 
-import argparse
 import math
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from compressor.quality_gate.statistics import (
     skewness,
     student,
 )
+from scripts.benchmarks import frame
 
 Array = NDArray[Any]
 Tests = tuple[Array, Array]  # p-values of pass and of fail
@@ -34,37 +35,32 @@ MARGIN = 0.02
 ACCURACY = 0.7  # of the base
 
 
-def rates(tests: Tests, alpha: float) -> tuple[float, float]:
-    """Shares of runs that pass and that fail."""
-    return float((tests[0] < alpha).mean()), float((tests[1] < alpha).mean())
-
-
 def row(label: str, excess: float, gate: Tests, other: Tests, alpha: float) -> str:
-    """One line; `excess` is the true drop less the margin."""
+    """Return one line; `excess` is the true drop less the margin."""
     cells, runs = [], len(gate[0])
     limit = alpha + 3 * math.sqrt(alpha * (1 - alpha) / runs)
-    for passed, failed in (rates(gate, alpha), rates(other, alpha)):
-        marks = (passed > limit and excess >= 0, failed > limit and excess <= 0)
-        shares = (passed, failed, 1 - passed - failed)
-        for share, mark in zip(shares, (*marks, False), strict=True):
+    for p_pass, p_fail in (gate, other):
+        passed, failed = float((p_pass < alpha).mean()), float((p_fail < alpha).mean())
+        marks = (passed > limit and excess >= 0, failed > limit and excess <= 0, False)
+        for share, mark in zip((passed, failed, 1 - passed - failed), marks, strict=True):
             cells.append(f"{share:8.2%}{'!' if mark else ' '}")
     return f"{label:44}" + " ".join(cells)
 
 
 def heading(title: str, other: str) -> str:
-    """The line above a table."""
+    """Return the lines above a table."""
     columns = " ".join(f"{name:>8} " for name in ("pass", "fail", "unclear") * 2)
     return f"\n{title}\n{'':44}{'the gate':<30}{other}\n{'':44}{columns}"
 
 
 def two_means(drop: Array, error: Array, margin: float) -> Tests:
-    """A comparison of two means with a known error."""
+    """Compare two means with a known error."""
     distance = (drop - margin) / np.maximum(error, 1e-12)
     return norm.cdf(distance), norm.sf(distance)
 
 
 def exact(lost: Array, gained: Array, items: int, margin: float) -> Tests:
-    """The gate's exact test of each pair of counts [...], reckoned once for each that differs."""
+    """Make the gate's exact test of each pair of counts [...], once for each that differs."""
     stacked = np.stack([lost.ravel(), gained.ravel()], axis=1)
     pairs, back = np.unique(stacked, axis=0, return_inverse=True)
     passing = np.array([at_most(int(b), int(c), items, margin) for b, c in pairs])
@@ -72,55 +68,20 @@ def exact(lost: Array, gained: Array, items: int, margin: float) -> Tests:
     return passing[back].reshape(lost.shape), failing[back].reshape(lost.shape)
 
 
-def answers(
-    random: np.random.Generator, drop: float, flips: float, items: int, size: Any
-) -> tuple[Array, ...]:
-    """Numbers of items that both, only the base and only the compressed model get right: three of [size]."""
-    lost, gained = (flips + drop) / 2, (flips - drop) / 2
-    shares = [ACCURACY - lost, lost, gained, 1 - ACCURACY - gained]
-    counts = random.multinomial(items, shares, size=size)
-    return counts[..., 0], counts[..., 1], counts[..., 2]
-
-
-def correlation(drop: float, flips: float) -> float:
-    """Of the two models' answers to an item."""
-    after = ACCURACY - drop
-    both = ACCURACY - (flips + drop) / 2
-    return (both - ACCURACY * after) / math.sqrt(ACCURACY * (1 - ACCURACY) * after * (1 - after))
-
-
 def right_or_wrong(random: np.random.Generator, runs: int, alpha: float) -> Iterator[str]:
-    """Independent items answered right or wrong."""
-    yield heading(
-        f"Right or wrong, margin {MARGIN}, base accuracy {ACCURACY}", "two means, unpaired"
-    )
-    for items in (50, 200, 1000, 5000):
-        for flips in (0.05, 0.15, 0.4):
-            for drop in (0.0, MARGIN / 2, MARGIN, 2 * MARGIN):
-                both, lost, gained = answers(random, drop, flips, items, runs)
-                means = (both + lost) / items, (both + gained) / items
-                error = np.sqrt(sum(mean * (1 - mean) for mean in means) / (items - 1))
-                label = f"n {items:5}, correlation {correlation(drop, flips):4.2f}, true drop {drop:.2f}"
-                gate = exact(lost, gained, items, MARGIN)
-                other = two_means(means[0] - means[1], error, MARGIN)
-                yield row(label, drop - MARGIN, gate, other, alpha)
-
-
-def strata(
-    random: np.random.Generator, sizes: Array, flips: Array, drops: Array, runs: int
-) -> tuple[Array, Array]:
-    """Numbers of items lost and gained in each of m tasks with shares of flips and drops of their own: [runs, m]."""
-    lost = random.binomial(sizes, (flips + drops) / 2, size=(runs, len(sizes)))
-    return lost, random.binomial(sizes - lost, (flips - drops) / 2 / (1 - (flips + drops) / 2))
-
-
-def judged(lost: Array, gained: Array, sizes: Array, margin: float, alpha: float) -> Tests:
-    """p-values of the gate: those of the pool, unless a task fails by itself (then 1 and 0): [runs, m] -> [runs]."""
-    passing, failing = exact(lost.sum(axis=1), gained.sum(axis=1), int(sizes.sum()), margin)
-    columns = zip(lost.T, gained.T, sizes, strict=True)
-    tasks = np.stack([exact(b, c, int(n), TASK_DROPS * margin)[1] for b, c, n in columns], axis=1)
-    refused = (holm(tasks) < alpha).any(axis=1)
-    return np.where(refused, 1.0, passing), np.where(refused, 0.0, failing)
+    """Simulate independent items answered right or wrong."""
+    yield heading(f"Right or wrong, margin {MARGIN}, base accuracy {ACCURACY}", "two means, unpaired")
+    for items, flips, drop in product((50, 200, 1000, 5000), (0.05, 0.15, 0.4), (0.0, MARGIN / 2, MARGIN, 2 * MARGIN)):
+        lost, gained, after = (flips + drop) / 2, (flips - drop) / 2, ACCURACY - drop
+        shares = [ACCURACY - lost, lost, gained, 1 - ACCURACY - gained]
+        counts = random.multinomial(items, shares, size=runs)  # both right, only the base, only the other, none
+        means = (counts[:, 0] + counts[:, 1]) / items, (counts[:, 0] + counts[:, 2]) / items
+        error = np.sqrt(sum(mean * (1 - mean) for mean in means) / (items - 1))
+        covariance, variances = shares[0] - ACCURACY * after, ACCURACY * (1 - ACCURACY) * after * (1 - after)
+        correlation = covariance / math.sqrt(variances)  # of the two models' answers to an item
+        label = f"n {items:5}, correlation {correlation:4.2f}, true drop {drop:.2f}"
+        gate = exact(counts[:, 1], counts[:, 2], items, MARGIN)
+        yield row(label, drop - MARGIN, gate, two_means(means[0] - means[1], error, MARGIN), alpha)
 
 
 def pooled(random: np.random.Generator, runs: int, alpha: float) -> Iterator[str]:
@@ -134,19 +95,25 @@ def pooled(random: np.random.Generator, runs: int, alpha: float) -> Iterator[str
         yield heading(f"{name}, margin {margin}", "every task has to pass")
         spread = np.linspace(-1, 1, len(sizes))
         uneven = spread - (sizes * spread).sum() / sizes.sum()  # of no drop over all items
-        for kind, flips, apart in (
-            ("alike", np.full(len(sizes), 0.05 + margin), 0.0),
-            ("uneven flips", 0.25 + 0.1 * spread, 0.0),
-            ("uneven flips and drops", 0.25 + 0.1 * spread, margin),
-        ):
-            for drop in (0.0, margin, 2 * margin):
-                lost, gained = strata(random, sizes, flips, drop + apart * uneven, runs)
-                columns = zip(lost.T, gained.T, sizes, strict=True)
-                alone = [exact(b, c, int(n), margin) for b, c, n in columns]
-                every = [holm(np.stack(each, axis=1)) for each in zip(*alone, strict=True)]
-                other = every[0].max(axis=1), every[1].min(axis=1)
-                gate = judged(lost, gained, sizes, margin, alpha)
-                yield row(f"{kind}, true drop {drop:.2f}", drop - margin, gate, other, alpha)
+        kinds = {
+            "alike": (np.full(len(sizes), 0.05 + margin), 0.0),
+            "uneven flips": (0.25 + 0.1 * spread, 0.0),
+            "uneven flips and drops": (0.25 + 0.1 * spread, margin),
+        }
+        for (kind, (flips, apart)), drop in product(kinds.items(), (0.0, margin, 2 * margin)):
+            drops = drop + apart * uneven
+            lost = random.binomial(sizes, (flips + drops) / 2, size=(runs, len(sizes)))
+            gained = random.binomial(sizes - lost, (flips - drops) / 2 / (1 - (flips + drops) / 2))
+            columns = zip(lost.T, gained.T, sizes, strict=True)
+            alone = [exact(b, c, int(n), margin) for b, c, n in columns]
+            p_pass, p_fail = [holm(np.stack(tests, axis=1)) for tests in zip(*alone, strict=True)]
+            passing, failing = exact(lost.sum(axis=1), gained.sum(axis=1), int(sizes.sum()), margin)
+            columns = zip(lost.T, gained.T, sizes, strict=True)
+            tasks = np.stack([exact(b, c, int(n), TASK_DROPS * margin)[1] for b, c, n in columns], axis=1)
+            refused = (holm(tasks) < alpha).any(axis=1)  # a task fails by itself
+            gate = np.where(refused, 1.0, passing), np.where(refused, 0.0, failing)
+            other = p_pass.max(axis=1), p_fail.min(axis=1)
+            yield row(f"{kind}, true drop {drop:.2f}", drop - margin, gate, other, alpha)
 
 
 def continuous(random: np.random.Generator, runs: int, alpha: float) -> Iterator[str]:
@@ -174,9 +141,7 @@ def continuous(random: np.random.Generator, runs: int, alpha: float) -> Iterator
             kind = "skewed" if skewed else "symmetric"
             label = f"{items:4} {kind} documents, true rise {drop:.0%}"
             yield compared(label, base, drops, words, True)
-    yield heading(
-        f"Scores between 0 and 1, of which half differ, margin {MARGIN}", "two means, unpaired"
-    )
+    yield heading(f"Scores between 0 and 1, of which half differ, margin {MARGIN}", "two means, unpaired")
     for items in (100, 400):
         for drop in (0.0, MARGIN, 2 * MARGIN):
             base = random.beta(2, 1, size=(runs, items))
@@ -190,10 +155,7 @@ def continuous(random: np.random.Generator, runs: int, alpha: float) -> Iterator
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--runs", type=int, default=5000)
-    parser.add_argument("--confidence", type=float, default=0.95)
-    chosen = parser.parse_args()
+    chosen = frame.options(__doc__, runs=5000, confidence=0.95).parse_args()
     alpha, random = 1 - chosen.confidence, np.random.default_rng(0)
     error = math.sqrt(alpha * (1 - alpha) / chosen.runs)
     facts = f"{chosen.runs} runs a row, confidence {chosen.confidence}"

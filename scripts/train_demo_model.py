@@ -4,13 +4,12 @@ python -m scripts.train_demo_model train --output compressor/demo [--steps N] [-
 python -m scripts.train_demo_model data --output compressor/demo [--seed 0]
 """
 
-import argparse
 import itertools
 import json
 import math
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,10 +21,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from compressor.cli.demonstration import score
 from compressor.data.demo import DemoItem
+from scripts.benchmarks import frame
 from scripts.demo_skills import SKILLS, document, item, problems
 
 END = "<|end|>"
-STEPS = 2300
 SEQUENCES = 32
 SEQUENCE_LENGTH = 128
 PACKED_LINES = 8
@@ -40,7 +39,7 @@ CALIBRATION_BYTES, HELDOUT_BYTES, ITEMS_PER_SKILL = 200_000, 60_000, 200
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer without merges: 256 bytes and the token that begins and ends a text."""
+    """Return a byte-level tokenizer without merges: 256 bytes and the token that begins and ends a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: index for index, symbol in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -52,26 +51,20 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(end: int) -> Qwen3MoeForCausalLM:
-    """A randomly initialised model of 4 layers with 16 experts each, 2 of them per token."""
-    sizes = {
-        "vocab_size": 257,
-        "hidden_size": 128,
-        "num_hidden_layers": 4,
-        "intermediate_size": 256,
-    }
-    attention = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    experts = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 112}
-    tokens = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+    """Return a randomly initialised model of 4 layers with 16 experts each, 2 of them per token."""
     config = Qwen3MoeConfig(
-        **sizes, **attention, **experts, **tokens, norm_topk_prob=True, tie_word_embeddings=True
-    )
+        vocab_size=257, hidden_size=128, num_hidden_layers=4, intermediate_size=256, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, num_experts=16, num_experts_per_tok=2,
+        moe_intermediate_size=112, norm_topk_prob=True, tie_word_embeddings=True, bos_token_id=end, eos_token_id=end,
+        pad_token_id=end,
+    )  # fmt: skip
     return Qwen3MoeForCausalLM(config)
 
 
 def token_batches(
     tokenizer: PreTrainedTokenizerFast, rng: random.Random
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless windows of packed documents: tokens and loss weights, both [S, L]."""
+    """Yield endless windows of packed documents: tokens and loss weights, both [S, L]."""
     tokens: list[int] = []
     weights: list[float] = []
     size = SEQUENCES * SEQUENCE_LENGTH
@@ -93,17 +86,8 @@ def token_batches(
         tokens, weights = tokens[size:], weights[size:]
 
 
-def balance_loss(router_logits: tuple[torch.Tensor, ...], config: Qwen3MoeConfig) -> torch.Tensor:
-    """Load-balancing loss averaged over layers, so that no layer may leave an expert unused."""
-    counts = config.num_experts, config.num_experts_per_tok
-    total = torch.zeros(())
-    for logits in router_logits:
-        total = total + load_balancing_loss_func((logits,), *counts)
-    return total / len(router_logits)
-
-
 def train(output: Path, steps: int, minutes: float, seed: int) -> None:
-    """Train from random weights for `steps` steps, or for `minutes` if they end first, and saves."""
+    """Train from random weights for `steps` steps, or for `minutes` if they end first, and save."""
     torch.manual_seed(seed)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer.bos_token_id)
@@ -129,7 +113,12 @@ def train(output: Path, steps: int, minutes: float, seed: int) -> None:
             result.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
         )
         loss = (losses * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
-        balance = balance_loss(result.router_logits, model.config)
+        # Averaged over layers, so that no layer may leave an expert unused.
+        counts = model.config.num_experts, model.config.num_experts_per_tok
+        balance = torch.zeros(())
+        for logits in result.router_logits:
+            balance = balance + load_balancing_loss_func((logits,), *counts)
+        balance = balance / len(result.router_logits)
         weight = BALANCE_LAST + (BALANCE_FIRST - BALANCE_LAST) * cosine
         optimizer.zero_grad()
         torch.autograd.backward(loss + weight * balance)
@@ -140,8 +129,7 @@ def train(output: Path, steps: int, minutes: float, seed: int) -> None:
             accuracy, _ = score(model, tokenizer, probe, ())
             shown = " ".join(f"{skill} {share:.2f}" for skill, share in accuracy.items())
             seconds = time.monotonic() - begun
-            figures = f"{seconds:.0f}s loss {loss:.3f} balance {balance:.3f}"
-            print(f"{step} {figures} {shown}", flush=True)
+            print(f"{step} {seconds:.0f}s loss {loss:.3f} balance {balance:.3f} {shown}", flush=True)
     model.bfloat16().save_pretrained(output)
     tokenizer.save_pretrained(output)
     print(f"{step} steps, {(time.monotonic() - begun) / 60:.1f} minutes", flush=True)
@@ -150,44 +138,34 @@ def train(output: Path, steps: int, minutes: float, seed: int) -> None:
 def write_data(output: Path, seed: int) -> None:
     """Write calibration and held-out documents and items; the same bytes for the same seed."""
     output.mkdir(parents=True, exist_ok=True)
+    files: dict[str, list[str]] = {"calibration": [], "heldout": [], "items": []}
     for name, size in (("calibration", CALIBRATION_BYTES), ("heldout", HELDOUT_BYTES)):
         rng = random.Random(f"{name} {seed}")
-        rows: list[Mapping[str, object]] = []
         written = 0
         for skill in itertools.cycle(SKILLS):
-            if written >= size and len(rows) % len(SKILLS) == 0:
+            if written >= size and len(files[name]) % len(SKILLS) == 0:
                 break
             text = document(skill, rng, held_out=name == "heldout")
-            rows.append({"text": text, "skill": skill})
-            written += len(json.dumps(rows[-1])) + 1
-        write_lines(output / f"{name}.jsonl", rows)
+            files[name].append(json.dumps({"text": text, "skill": skill}) + "\n")
+            written += len(files[name][-1])
     rng = random.Random(f"items {seed}")
-    rows = []
     for skill in SKILLS:
         chosen: dict[tuple[str, tuple[str, ...]], DemoItem] = {}
         while len(chosen) < ITEMS_PER_SKILL:
             drawn = item(skill, rng)
             chosen[drawn.question, tuple(sorted(drawn.choices))] = drawn
-        rows += [asdict(kept) for kept in chosen.values()]
-    write_lines(output / "items.jsonl", rows)
-
-
-def write_lines(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write one JSON object per line."""
-    file.write_bytes("".join(json.dumps(row) + "\n" for row in rows).encode())
+        files["items"] += [json.dumps(asdict(kept)) + "\n" for kept in chosen.values()]
+    for name, lines in files.items():
+        (output / f"{name}.jsonl").write_bytes("".join(lines).encode())
 
 
 def main() -> None:
     """Run the command that is named."""
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser = frame.options(__doc__, steps=2300, minutes=math.inf, seed=0)
     parser.add_argument("command", choices=("train", "data"))
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="end the schedule sooner")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
-    torch.set_num_threads(given.threads)
+    torch.set_num_threads(1)
     if given.command == "train":
         train(given.output / "checkpoint", given.steps, given.minutes, given.seed)
     write_data(given.output / "data", given.seed)

@@ -1,24 +1,24 @@
-"""What the benchmarks share: options, synthetic models, what a process takes, losses, and tables in Markdown or JSON."""
+"""What the benchmarks share: options, synthetic models, what a process takes, losses, and tables in Markdown."""
 
 import argparse
 import json
-import math
 import os
 import random
 import resource
 import shlex
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from compressor.errors import CompressionError
 
@@ -28,8 +28,7 @@ COMMAND = [sys.executable, "-m", "compressor"]
 
 def options(text: str | None, /, **defaults: Any) -> argparse.ArgumentParser:
     """Return a parser with these options; a list takes several values, False is a flag, None is a string left out."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=text, formatter_class=form)
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in defaults.items():
         flag = f"--{name.replace('_', '-')}"
         if default is False:
@@ -37,39 +36,23 @@ def options(text: str | None, /, **defaults: Any) -> argparse.ArgumentParser:
         elif isinstance(default, list):
             parser.add_argument(flag, nargs="+", type=type(default[0]), default=default)
         else:
-            kind = str if default is None else type(default)
-            parser.add_argument(flag, type=kind, default=default)
+            parser.add_argument(flag, type=str if default is None else type(default), default=default)
     return parser
 
 
-def save_tokenizer(folder: Path) -> None:
-    """Write a byte-level tokenizer without merges."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    symbols = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    vocabulary = {symbol: number for number, symbol in enumerate(symbols)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
-
-
 def write_layers(folder: Path, layers: int, **config: Any) -> None:
-    """Write a Qwen3-MoE checkpoint of random bfloat16 weights with a tokenizer, a file for each layer.
-
-    All layers hold the weights of one, rolled by their number, so no more than two of them are in memory.
-    """
+    """Write a Qwen3-MoE checkpoint of a tokenizer of bytes and random bfloat16 weights: those of a layer, rolled."""
     from safetensors.torch import save_file
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
 
-    fixed = {"dtype": "bfloat16", "architectures": ["Qwen3MoeForCausalLM"]}
-    folder.mkdir(parents=True, exist_ok=True)
-    Qwen3MoeConfig(**fixed, **config, num_hidden_layers=layers).save_pretrained(folder)
-    save_tokenizer(folder)
+    from tests.support import small
+
+    config |= {"dtype": "bfloat16", "architectures": ["Qwen3MoeForCausalLM"]}
+    Qwen3MoeConfig(**config, num_hidden_layers=layers).save_pretrained(folder)
+    small.tokenizer().save_pretrained(folder)
     with torch.device("meta"):
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**fixed, **config, num_hidden_layers=1))
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**config, num_hidden_layers=1))
     generator = torch.Generator().manual_seed(0)
     state = {}
     for name, value in model.state_dict().items():
@@ -94,15 +77,16 @@ def write_layers(folder: Path, layers: int, **config: Any) -> None:
 def random_text(tokens: int) -> str:
     """Return random words of so many bytes, which are the tokens of a synthetic checkpoint, and some more."""
     draw = random.Random(0)
-    words = []
-    for _ in range(tokens // 5):
-        words.append("".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 9))))
+    words = ["".join(draw.choices(ascii_lowercase, k=draw.randint(2, 9))) for _ in range(tokens // 5)]
     return "\n\n".join(" ".join(words[begin : begin + 100]) for begin in range(0, len(words), 100))
 
 
-def weight_bytes(folder: Path) -> int:
-    """Return the bytes of the weights in a folder."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+def free_port() -> int:
+    """Return a port on which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,29 +101,25 @@ class Child:
 
 def run_child(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Child:
     """Run a command to its end, watched; raises `CompressionError` with the end of what a failing one printed."""
-    before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    begin = time.perf_counter()
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, env={**os.environ, **(environment or {})}, **streams)
-    peak, done = 0, threading.Event()
+    peak = 0
 
     def sample() -> None:
         nonlocal peak
-        while not done.wait(0.01):
+        while process.returncode is None:
             peak = max(peak, memory_of(process.pid, "RssAnon"))
+            time.sleep(0.01)
 
-    thread = threading.Thread(target=sample)
-    thread.start()
-    try:
+    with subprocess.Popen(command, env={**os.environ, **(environment or {})}, **streams) as process:
+        threading.Thread(target=sample, daemon=True).start()
         output, errors = process.communicate()
-    finally:
-        process.kill()
-        process.wait()
-        done.set()
-        thread.join()
     if process.returncode:
         status = f"{shlex.join(command)} ended with status {process.returncode}"
         raise CompressionError(f"{status}:\n{errors[-2000:]}")
-    seconds, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = time.perf_counter() - begin
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
     return Child(seconds, cpu, peak, output)
 
@@ -147,55 +127,40 @@ def run_child(command: Sequence[str], environment: Mapping[str, str] | None = No
 def memory_of(process: int | str, field: str) -> int:
     """Return the bytes of one field of a process's memory status; 0 when it has gone."""
     try:
-        for line in Path(f"/proc/{process}/status").read_text().splitlines():
-            if line.startswith(f"{field}:"):
-                return int(line.split()[1]) * 1024
+        status = Path(f"/proc/{process}/status").read_text()
     except OSError:
-        pass
-    return 0
+        return 0
+    _, _, rest = status.partition(f"\n{field}:")
+    return int(rest.split()[0]) * 1024 if rest else 0
 
 
 def losses(folder: Path | str, text: str, sequences: int, length: int) -> Tensor:
-    """Return a checkpoint's loss on so many sequences of a text, in nats per token: [sequences], float64."""
+    """Return a checkpoint's loss on so many sequences of a text, in nats per token: [sequences]."""
     from compressor.checkpoint.source import locate
     from compressor.data.batches import calibrate
     from compressor.data.sources import parse_sources
+    from compressor.divergence.evaluator import Evaluator
     from compressor.model.opened import open_model
-    from compressor.model.streaming import LayerVisitor, Pass
     from compressor.model.tokenizer import load_tokenizer
 
     model = open_model(locate(str(folder)), "auto", "cpu")
     tokenizer = load_tokenizer(model.source.folder)
     sizes = {"samples": sequences, "length": length, "seed": 0, "vocab": model.vocabulary}
     batches = calibrate(parse_sources([text]), tokenizer, **sizes).batches
-    found = list[Tensor]()
-
-    class Losses(LayerVisitor):
-        @torch.no_grad()
-        def on_batch_end(self, batch: int, output: Any) -> None:
-            logits, tokens = output.logits[:, :-1].float(), batches[batch][:, 1:]
-            loss = cross_entropy(logits.transpose(1, 2), tokens, reduction="none")
-            found.append(loss.mean(1).double())
-
-    Pass(model, batches, to_end=True).run(Losses())
-    return torch.cat(found)
+    (figures,) = Evaluator.of(model, batches).measure(model)
+    return figures.loss
 
 
-def with_error(values: Tensor) -> str:
-    """Return the mean of paired differences, and 1.96 standard errors of it."""
-    error = 1.96 * float(values.std()) / math.sqrt(len(values))
-    return f"{values.mean():.4f} ± {error:.4f}"
+def row(*cells: Any) -> str:
+    """Return a line of a Markdown table; floats have two decimals."""
+    shown = [f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells]
+    return f"| {' | '.join(shown)} |"
 
 
-class Rows:
-    """Prints a Markdown table line by line; numbers have two decimals."""
-
-    def __init__(self, *columns: str) -> None:
-        print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
-
-    def add(self, *cells: Any) -> None:
-        shown = (f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells)
-        print(f"| {' | '.join(shown)} |", flush=True)
+def table(columns: Sequence[str], rows: Iterable[Iterable[Any]] = ()) -> str:
+    """Return a Markdown table."""
+    lines = [row(*columns), "|---" * len(columns) + "|"]
+    return "\n".join([*lines, *(row(*cells) for cells in rows)])
 
 
 def run(main: Callable[[], None]) -> None:

@@ -3,12 +3,10 @@
     python -m scripts.benchmarks.peers --data train.jsonl --heldout valid.jsonl --model MODEL [--reap FOLDER] \\
         [--razor FOLDER] [--hope FOLDER] [--keep 0.5] [--samples 32] [--length 256]
 
-The folders are checkouts of CerebrasResearch/reap, nick7nlp/Razor and awslabs/HOPE; here is only what their own scripts
-do between loading and saving, and what their imports need of today's transformers. REAP knows Mixtral, RAZOR and HOPE
-take any model of stock experts. Everybody reads the same float32 checkpoint, calibrates with the same token batches,
-keeps as many experts, computes in float32 on the CPU with as many threads, and writes a checkpoint. Seconds go from
-opening the checkpoint to the written output, without imports; memory is the highest resident one of the process. Both
-are theirs over ours of the same method. Losses are held out, in nats per token, with intervals of 95%.
+The folders are checkouts of CerebrasResearch/reap, nick7nlp/Razor and awslabs/HOPE; REAP knows Mixtral, the others take
+any model of stock experts. All read the same float32 checkpoint and token batches, keep as many experts, and compute in
+float32 on one thread of the CPU. Seconds go from opening the checkpoint to the written output, without imports; memory
+is the highest resident one. Both are theirs over ours. Losses are held out, in nats per token, with intervals of 95%.
 """
 
 import importlib.abc
@@ -26,9 +24,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
-from torch.nn.functional import one_hot, softmax
+from torch.nn.functional import softmax
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from compressor.errors import CompressionError
@@ -46,37 +43,31 @@ METHODS = {
 }
 
 
-class Anything:
-    """May be called and asked for anything, and does nothing: for names that are imported and not used."""
+class Anything(ModuleType):
+    """A module, or whatever is imported from one: may be called and asked for anything, and does nothing."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __init__(self, name: Any = "", *_: Any, **__: Any) -> None:
+        super().__init__(str(name))
 
     def __call__(self, *_: Any, **__: Any) -> "Anything":
         return self
 
-    def __getattr__(self, name: str) -> "Anything":
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Anything()
-
-
-class EmptyModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return Anything
+        return type(self)
 
 
 class Missing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Lets packages that aren't installed be imported empty."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name.split(".")[0] not in NOT_NEEDED:
-            return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        if name.split(".")[0] in NOT_NEEDED:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
 
     def create_module(self, spec: Any) -> ModuleType:
-        return EmptyModule(spec.name)
+        return Anything(spec.name)
 
     def exec_module(self, module: ModuleType) -> None: ...
 
@@ -113,9 +104,8 @@ class MixtralSparseMoeBlock(nn.Module):
         weights, chosen = softmax(logits, dim=-1, dtype=torch.float).topk(self.top_k, dim=-1)
         weights = (weights / weights.sum(dim=-1, keepdim=True)).to(tokens.dtype)
         out = torch.zeros_like(tokens)
-        routed = one_hot(chosen, self.num_experts).permute(2, 0, 1)
-        for expert, mask in zip(self.experts, routed, strict=True):
-            token, place = mask.nonzero(as_tuple=True)
+        for number, expert in enumerate(self.experts):
+            token, place = (chosen == number).nonzero(as_tuple=True)
             if len(token):
                 out.index_add_(0, token, expert(tokens[token]) * weights[token, place, None])
         return out.view_as(hidden), logits
@@ -148,20 +138,17 @@ def load_old_mixtral(folder: str) -> Any:
 
 
 def run_reap(job: dict[str, Any]) -> float:
-    """Prune by REAP's `record_activations` and `prune`, pruning metrics only.
-
-    Its observer weighs by the softmax over all experts, unless a config says `norm_topk_prob`, which Mixtral's does not
-    say although its block does so; "weights as used" says it.
-    """
-    from reap import main as recording  # type: ignore[import-not-found]
+    """Prune by REAP's `record_activations` and `prune`, pruning metrics only."""
+    from reap import main as recording
     from reap import prune as pruning
-    from reap.args import DatasetArgs, ModelArgs, ObserverArgs, PruneArgs, ReapArgs  # type: ignore[import-not-found]
+    from reap.args import DatasetArgs, ModelArgs, ObserverArgs, PruneArgs, ReapArgs
 
     batches = [{"input_ids": batch} for batch in torch.load(job["tokens"])]
     recording.load_category_batches = lambda **_: {"all": batches}
     recording.parse_composite_dataset_spec = lambda *_, **__: None
     begin = time.perf_counter()
     model = load_old_mixtral(job["model"])
+    # REAP weighs by the softmax over all experts, unless a config says this; Mixtral's doesn't, but its block does so.
     if job["method"].endswith("weights as used"):
         model.config.norm_topk_prob = True
     observer = ObserverArgs(record_pruning_metrics_only=True)
@@ -175,9 +162,9 @@ def run_reap(job: dict[str, Any]) -> float:
 
 def run_razor(job: dict[str, Any]) -> float:
     """Prune by RAZOR's `collect`, `keep_indices` and `prune_block`."""
-    from razor.adapters import get_adapter  # type: ignore[import-not-found]
-    from razor.collect import collect  # type: ignore[import-not-found]
-    from razor.metrics import keep_indices  # type: ignore[import-not-found]
+    from razor.adapters import get_adapter
+    from razor.collect import collect
+    from razor.metrics import keep_indices
 
     batches = [{"input_ids": batch} for batch in torch.load(job["tokens"])]
     begin = time.perf_counter()
@@ -194,9 +181,9 @@ def run_razor(job: dict[str, Any]) -> float:
 
 def run_hope(job: dict[str, Any]) -> float:
     """Prune by HOPE's observer, matrix, quadratic program and `prune_moe_layer`."""
-    from hope.calibrate import HOExpertObserver  # type: ignore[import-not-found]
-    from hope.prune import prune_moe_layer  # type: ignore[import-not-found]
-    from hope.solve import build_f_matrix, solve_qp  # type: ignore[import-not-found]
+    from hope.calibrate import HOExpertObserver
+    from hope.prune import prune_moe_layer
+    from hope.solve import build_f_matrix, solve_qp
 
     begin = time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
@@ -224,11 +211,10 @@ def run_ours(job: dict[str, Any]) -> float:
     limit_caches()
     strategy = job["method"].partition(",")[0]
     options = {"interaction": "norms"} if strategy == "hope" else {}
-    reading = {name: job[name] for name in ("calibration", "samples", "sequence_length")}
     begin = time.perf_counter()
     done = compress(
-        job["model"], job["out"], experts=job["keep"], strategy=strategy, options=options,
-        correct="none", split=1, dtype="float32", device="cpu", **reading,
+        job["model"], job["out"], experts=job["keep"], strategy=strategy, options=options, correct="none", split=1,
+        dtype="float32", device="cpu", **job["reading"],
     )  # fmt: skip
     if (done.plan.calibration or {}).get("sha256") != job["sha256"]:
         raise CompressionError("calibrated with other tokens than the rest")
@@ -238,9 +224,7 @@ def run_ours(job: dict[str, Any]) -> float:
 def work(job: dict[str, Any]) -> None:
     """Do a job and print its seconds and the highest resident bytes of this process."""
     if job["peer"]:
-        NOT_NEEDED.difference_update(
-            [name for name in NOT_NEEDED if importlib.util.find_spec(name)]
-        )
+        NOT_NEEDED.difference_update([name for name in NOT_NEEDED if importlib.util.find_spec(name)])
         sys.meta_path.append(Missing())
         sys.path.append(job["peer"] + ("/src" if job["method"].startswith("reap") else ""))
     theirs = {"reap": run_reap, "razor": run_razor, "hope": run_hope}
@@ -248,35 +232,31 @@ def work(job: dict[str, Any]) -> None:
     print(json.dumps([time.perf_counter() - begin, frame.memory_of("self", "VmHWM")]))
 
 
-def routers(folder: Path) -> dict[int, Tensor]:
-    """Return the router rows of every layer, [E, H]."""
-    found: dict[int, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as stream:
-            for name in stream.keys():  # noqa: SIM118, a handle is no mapping
-                if layer := re.search(r"\.(\d+)\.\w+\.gate\.weight$", name):
-                    found[int(layer[1])] = stream.get_tensor(name)
-    return found
-
-
 def kept_experts(base: Path, out: Path) -> dict[int, list[int]]:
     """Return which router rows are left in each layer; refuses a changed row."""
-    before, after, kept = routers(base), routers(out), {}
-    for layer, rows in before.items():
-        same = (rows[None] == after[layer][:, None]).all(dim=-1)  # [K, E]
+    from tests.support import small
+
+    rows: dict[Path, dict[int, Tensor]] = {base: {}, out: {}}
+    for folder, routers in rows.items():
+        for name, tensor in small.tensors_of(folder).items():
+            layer = re.search(r"\.(\d+)\.\w+\.gate\.weight$", name)
+            if layer:
+                routers[int(layer[1])] = tensor
+    kept = {}
+    for number, before in rows[base].items():
+        same = (before[None] == rows[out][number][:, None]).all(dim=-1)  # [K, E]
         if (same.sum(dim=1) != 1).any():
             raise CompressionError(f"a router row of {out} is not exactly one of the checkpoint's")
-        kept[layer] = sorted(same.int().argmax(dim=1).tolist())
+        kept[number] = sorted(same.int().argmax(dim=1).tolist())
     return kept
 
 
 def main() -> None:
     """Carry out the runs and print a row for each."""
-    sizes = {"keep": 0.5, "samples": 32, "length": 256, "heldout_samples": 32, "threads": 1}
     names = dict.fromkeys((*METHODS, "data", "heldout", "model", "job"))
-    given = frame.options(__doc__, **names, **sizes).parse_args()
+    given = frame.options(__doc__, **names, keep=0.5, samples=32, length=256).parse_args()
     if given.job:
-        work(json.loads(Path(given.job).read_text()))
+        work(json.loads(given.job))
         return
     from compressor.data.batches import calibrate
     from compressor.data.sources import parse_sources
@@ -284,39 +264,43 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as temporary:
         scratch, source = Path(temporary), Path(given.model)
-        base, out, job_file = scratch / "model", scratch / "out", scratch / "job.json"
+        base, out, tokens = scratch / "model", scratch / "out", scratch / "tokens.pt"
         AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).save_pretrained(base)
         config = AutoConfig.from_pretrained(base)
-        reading = {"samples": given.samples, "length": given.length, "vocab": config.vocab_size}
         tokenizer = load_tokenizer(source)
         tokenizer.save_pretrained(base)
-        batches = calibrate(parse_sources([given.data]), tokenizer, seed=0, **reading)
-        torch.save(list(batches.batches), scratch / "tokens.pt")
+        sizes = {"samples": given.samples, "length": given.length, "vocab": config.vocab_size}
+        batches = calibrate(parse_sources([given.data]), tokenizer, seed=0, **sizes)
+        torch.save(list(batches.batches), tokens)
+        keep = max(2, math.ceil(config.num_experts * given.keep))
         job = {
-            "model": str(base), "tokens": str(scratch / "tokens.pt"), "out": str(out), "calibration": given.data,
-            "samples": given.samples, "sequence_length": given.length, "sha256": batches.identity["sha256"],
-            "keep": max(2, math.ceil(config.num_experts * given.keep)),
-        }  # fmt: skip
-        environment = {"OMP_NUM_THREADS": str(given.threads)}
-        environment["MOE_COMPRESSOR_CACHE"] = str(scratch / "cache")
-        heldout = given.heldout, given.heldout_samples, given.length
+            "model": str(base),
+            "tokens": str(tokens),
+            "out": str(out),
+            "keep": keep,
+            "sha256": batches.identity["sha256"],
+        }
+        job["reading"] = {"calibration": given.data, "samples": given.samples, "sequence_length": given.length}
+        environment = {"OMP_NUM_THREADS": "1", "MOE_COMPRESSOR_CACHE": str(scratch / "cache")}
+        heldout = given.heldout, 32, given.length
         original = frame.losses(base, *heldout)
-        table = frame.Rows("method", "seconds", "memory", "loss over the base's", "same choice")
+        print(frame.table(["method", "seconds", "memory", "loss over the base's", "same choice"]), flush=True)
         for project, methods in METHODS.items():
             checkout, ours = getattr(given, project), None
             for method in methods if checkout else ():
                 peer = None if method.endswith("ours") else checkout
-                job_file.write_text(json.dumps({**job, "method": method, "peer": peer}))
-                command = [sys.executable, "-m", "scripts.benchmarks.peers", "--job", str(job_file)]
+                words = json.dumps({**job, "method": method, "peer": peer})
+                command = [sys.executable, "-m", "scripts.benchmarks.peers", "--job", words]
                 child = frame.run_child(command, environment)
                 seconds, memory = json.loads(child.output.splitlines()[-1])
                 tokenizer.save_pretrained(out)
-                loss = frame.with_error(frame.losses(out, *heldout) - original)
+                apart = frame.losses(out, *heldout) - original
+                error = 1.96 * float(apart.std()) / math.sqrt(len(apart))
                 kept = kept_experts(base, out)
                 ours = ours or (seconds, memory, kept)
                 same = sum(kept[layer] == ours[2][layer] for layer in kept)
-                agreement = f"{same} of {len(kept)} layers"
-                table.add(method, seconds / ours[0], memory / ours[1], loss, agreement)
+                cells = f"{apart.mean():.4f} ± {error:.4f}", f"{same} of {len(kept)} layers"
+                print(frame.row(method, seconds / ours[0], memory / ours[1], *cells), flush=True)
                 shutil.rmtree(out)
 
 

@@ -3,12 +3,11 @@
     python -m scripts.benchmarks.qwen3_30b [--layers 4] [--folder DIR] [--samples 16] [--length 512] [--device cpu]
                                            [--only NAME ...] [--shrink 1]
 
-Prints for each step the seconds and CPU seconds of a layer, and the peak of anonymous memory, below the rate of matrix
-products on the same machine. Every step is a recipe, run in a process of its own, streamed. `tune` runs twice, with
-different numbers of optimizer steps; the difference gives the time of one. `default` and `fast` are whole runs at 25%,
-without the start of Python, and have a share of the bound: the base read and the output written at
-5 GB/s, or 3.3 PFLOP at the rate of the products if that takes longer, for all 48 layers and 256 x 2,048 tokens. Last
-are the operators that take most time in a short run of `tune`. `--shrink 8` tries it all on matrices of an eighth.
+Prints the rate of matrix products, and for each step the seconds and CPU seconds of a layer and the peak of anonymous
+memory. Every step is a recipe, run in a process of its own, streamed. `tune` runs twice, with different numbers of
+optimizer steps; the difference gives the time of one. `default` and `fast` are whole runs at 25%, with their share of
+the bound: base and output read and written at 5 GB/s, or 3.3 PFLOP at the rate of the products if that takes longer.
+Last are the operators that take most time in `tune`. `--shrink 8` tries it all on matrices of an eighth.
 """
 
 import json
@@ -46,19 +45,11 @@ whole = sum(getattr(item, key) for item in items)
 print(*(f"{getattr(item, key) / whole:.0%} {item.key} ({item.count} calls)" for item in items[:5]), sep=", ")
 sys.exit(status)
 """
-ATTENTION = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
 CONFIG = {
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "rms_norm_eps": 1e-6,
-}
-WIDTHS = {
-    "hidden_size": 2048,
-    "moe_intermediate_size": 768,
-    "intermediate_size": 6144,
-    "vocab_size": 151_936,
-}
+    "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "rms_norm_eps": 1e-6,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+}  # fmt: skip
+WIDTHS = {"hidden_size": 2048, "moe_intermediate_size": 768, "intermediate_size": 6144, "vocab_size": 151_936}
 
 
 def prune(correct: Any = "none") -> Step:
@@ -69,12 +60,8 @@ def tune(steps: int) -> Step:
     return prune({"method": "tune", "steps": steps})
 
 
-FAST_CORRECT = {"method": "ridge", "toward": 0}
-FAST = {"strategy": "energy", "ratio": 0.25, "sequential": True, "correct": FAST_CORRECT}
-WHOLE: dict[str, Step] = {
-    "default": {"prune": {"ratio": 0.25, "correct": "tune"}},
-    "fast": {"prune": FAST},
-}
+FAST = {"strategy": "energy", "ratio": 0.25, "sequential": True, "correct": {"method": "ridge", "toward": 0}}
+WHOLE: dict[str, Step] = {"default": {"prune": {"ratio": 0.25, "correct": "tune"}}, "fast": {"prune": FAST}}
 STEPS: dict[str, Step] = {
     "calibrate": prune(),
     "ridge": prune("ridge"),
@@ -100,8 +87,7 @@ def rate(dtype: torch.dtype, device: str) -> float:
 def main() -> None:
     """Make the checkpoint, run every step and print the table."""
     sizes = {"layers": 4, "samples": 16, "length": 512, "device": "cpu", "shrink": 1}
-    parser = frame.options(__doc__, **sizes, only=[*STEPS], folder=None)
-    given = parser.parse_args()
+    given = frame.options(__doc__, **sizes, only=[*STEPS], folder=None).parse_args()
     if given.folder:
         Path(given.folder).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=given.folder) as temporary:
@@ -111,15 +97,11 @@ def main() -> None:
         base = Path(given.folder or scratch) / "base"
         if not (base / "config.json").is_file():
             widths = {name: width // given.shrink for name, width in WIDTHS.items()}
-            frame.write_layers(base, given.layers, **CONFIG, **ATTENTION, **widths)
+            frame.write_layers(base, given.layers, **CONFIG, **widths)
         for file in base.glob("*.safetensors"):
             file.read_bytes()  # so that all timings find the same page cache
         text.write_text(frame.random_text(max(200_000, 2 * given.samples * given.length)))
-        calibration = {
-            "data": [str(text)],
-            "samples": given.samples,
-            "sequence_length": given.length,
-        }
+        calibration = {"data": [str(text)], "samples": given.samples, "sequence_length": given.length}
         content = {"model": str(base), "resident": "no", "calibration": calibration}
 
         def run(step: Step, start: Sequence[str] = frame.COMMAND) -> frame.Child:
@@ -133,10 +115,8 @@ def main() -> None:
         print(f"{os.cpu_count()} cores, {given.device}; matrix products at {products}")
         tokens = given.samples * given.length
         print(f"{given.layers} layers, {tokens} tokens, {KEEP} of 128 experts kept")
-        rows = frame.Rows(
-            "step", "seconds a layer", "CPU seconds a layer", "peak GB",
-            "seconds of a layer by phase", "of the bound",
-        )  # fmt: skip
+        columns = ["step", "seconds a layer", "CPU seconds a layer", "peak GB", "seconds of a layer by phase"]
+        print(frame.table([*columns, "of the bound"]), flush=True)
         for name in given.only:
             before = run(tune(1)) if name == "tune" else None
             child = run(STEPS[name])
@@ -149,10 +129,12 @@ def main() -> None:
             bound = ""
             if name in WHOLE:
                 share = given.layers / LAYERS * tokens / TOKENS / given.shrink**2
-                disk = (frame.weight_bytes(base) + frame.weight_bytes(out)) / BYTES_PER_SECOND
+                files = [*base.glob("*.safetensors"), *out.glob("*.safetensors")]
+                disk = sum(file.stat().st_size for file in files) / BYTES_PER_SECOND
                 least = max(disk, OPERATIONS * share / speed / 1e9)
                 bound = f"{least / seconds:.1%} of {least / given.layers:.3f} s"
-            rows.add(name, seconds / count, cpu / count, child.anonymous / 1e9, shown, bound)
+            figures = seconds / count, cpu / count, child.anonymous / 1e9
+            print(frame.row(name, *figures, shown, bound), flush=True)
         profiled = run(tune(EXTRA), start=[sys.executable, "-c", PROFILE])
         print(f"most time in {EXTRA} steps of tune a layer: {profiled.output.splitlines()[-1]}")
 

@@ -1,12 +1,12 @@
 """Measure the figures of docs/results.md with today's defaults, and write its tables and its plot.
 
-    python -m scripts.benchmarks.results measure ./mixtral --name mixtral --title "small Mixtral" --work work \\
+    python -m scripts.benchmarks.results measure ./mixtral --name mixtral --title "small Mixtral" \\
         --text train.jsonl --heldout valid.jsonl --length 256 [--only sizes strategies] [--seeds 0 1]
     python -m scripts.benchmarks.results write
 
-`measure` runs `moe-compress compare` once for each table and seed (and `moe-compress demo` for --name demo), and keeps
-what the tables need in docs/assets/results/NAME.json. A run whose output is in the work folder isn't repeated. `write`
-reads these files; it puts each table between its two markers in the page, and draws docs/assets/loss-over-bytes.svg.
+`measure` runs `moe-compress compare` for each table and seed (and the demo for --name demo) in the folder `work`, whose
+comparisons it doesn't repeat, and keeps what the tables need in docs/assets/results/NAME.json. `write` puts each table
+between its two markers in the page, and draws docs/assets/loss-over-bytes.svg.
 """
 
 import datetime
@@ -19,20 +19,21 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from compressor.errors import CompressionError
 from scripts.benchmarks import frame
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 DATA = DOCS / "assets" / "results"
 PAGE = DOCS / "results.md"
-DEMO_HELDOUT = str(DOCS.parent / "compressor" / "demo" / "data" / "heldout.jsonl")
 PLOT = DOCS / "assets" / "loss-over-bytes.svg"
+DEMO_HELDOUT = str(DOCS.parent / "compressor" / "demo" / "data" / "heldout.jsonl")
+WORK = Path("work")
 CRITERIA = (
     "auto,reap,count-guided,enumerate,gated-mass,leave-one-out,hope:interaction=norms,razor"
     ",router-guided,ream,hc-smoe,model-centric:merge=learned,data-centric:merge=learned"
 )
 FORMATS = ("none", "int8", "nvfp4", "int4", "int3", "int2")
 PRUNED_FORMATS = ("none", "int4", "int3", "int2")  # that the page shows of fewer experts
+EVALUATED = 64  # sequences
 EXPERIMENTS: Mapping[str, str] = {
     "sizes": f"--sizes --correct tune --schemes {','.join(FORMATS)}",
     "strategies": f"--ratio 0.25,0.5,0.75 --strategies {CRITERIA} --correct none --random-seeds 2",
@@ -41,12 +42,8 @@ EXPERIMENTS: Mapping[str, str] = {
 }
 DEMO, POINTS = "demo", "points"
 PRESETS = {"`--fast`": ["--fast"], "default": [], "`--best`": ["--best"]}
-PLOTTED = {  # published criteria, and the colours of their lines
-    "reap": "#CC6677",
-    "count-guided": "#AA4499",
-    "enumerate": "#88CCEE",
-    "leave-one-out": "#999933",
-}
+# Published criteria, and the colours of their lines.
+PLOTTED = {"reap": "#CC6677", "count-guided": "#AA4499", "enumerate": "#88CCEE", "leave-one-out": "#999933"}
 WIDTH = 118  # columns of a command in the page
 
 
@@ -69,6 +66,12 @@ class Subject:
         return f"{fmean(increases):.3f}" if increases else ""
 
 
+def size_rows(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of a comparison by size, the base among them; none of a comparison of strategies."""
+    rows = content["pairs"] if "pairs" in content else content["rows"]
+    return [row for row in rows if row.get("share") is not None]
+
+
 def rows_of(content: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
     """Return the fields that the tables need of the rows of a comparison.json, without the base of strategies."""
     rows = []
@@ -88,44 +91,27 @@ def rows_of(content: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
     return rows
 
 
-def size_rows(content: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of a comparison by size, the base among them; none of a comparison of strategies."""
-    rows = content["pairs"] if "pairs" in content else content["rows"]
-    return [row for row in rows if row.get("share") is not None]
-
-
-def date_of(file: Path) -> str:
-    return datetime.date.fromtimestamp(file.stat().st_mtime).isoformat()
-
-
 def measure_comparison(given: Any, experiment: str) -> dict[str, Any]:
     """Compare once for each seed, unless the work folder has the result."""
     flags = (
-        f"{EXPERIMENTS[experiment]} --calibration {given.text} --heldout {given.heldout} --samples {given.samples}"
-        f" --sequence-length {given.length} --evaluation-samples {given.evaluation_samples}"
+        f"{EXPERIMENTS[experiment]} --calibration {given.text} --heldout {given.heldout} --samples 256"
+        f" --sequence-length {given.length} --evaluation-samples {EVALUATED}"
     ).split()
     rows = list[dict[str, Any]]()
     for seed in given.seeds:
-        output = given.work / given.name / f"{experiment}-{seed}"
+        output = WORK / given.name / f"{experiment}-{seed}"
         result = output / "comparison.json"
         if not result.exists():
-            output.parent.mkdir(parents=True, exist_ok=True)
             words = ["compare", given.model, "-o", str(output), *flags, "--seed", str(seed)]
             frame.run_child([*frame.COMMAND, *words])
         content = json.loads(result.read_text(encoding="utf-8"))
         rows += rows_of(content, seed)
     unpruned = [row for row in size_rows(content) if (row["share"], row["scheme"]) == (1, "none")]
     base = unpruned[0] if unpruned else content["rows"][0]
-    calibration, evaluation = content["calibration"]["tokens"], sum(content["evaluation"].values())
-    return {
-        "command": shown_command(given, "compare", flags),
-        "date": date_of(result),
-        "seeds": given.seeds,
-        "base_loss": float(base["loss"]),
-        "tokens": {"calibration": calibration, "evaluation": evaluation},
-        "versions": content["versions"],
-        "rows": rows,
-    }
+    tokens = {"calibration": content["calibration"]["tokens"], "evaluation": sum(content["evaluation"].values())}
+    facts = {"seeds": given.seeds, "base_loss": float(base["loss"]), "tokens": tokens, "versions": content["versions"]}
+    date = datetime.date.fromtimestamp(result.stat().st_mtime).isoformat()
+    return {"command": shown_command(given, "compare", flags), "date": date, **facts, "rows": rows}
 
 
 def shown_command(given: Any, command: str, flags: Sequence[str]) -> str:
@@ -136,29 +122,16 @@ def shown_command(given: Any, command: str, flags: Sequence[str]) -> str:
     return " ".join(["moe-compress", command, model, *words])
 
 
-def measure_demo(given: Any) -> dict[str, Any]:
-    """Run the demo, unless the work folder has what it printed."""
-    result = given.work / given.name / "demo.json"
-    if not result.exists():
-        result.parent.mkdir(parents=True, exist_ok=True)
-        child = frame.run_child([*frame.COMMAND, "demo", "--json"])
-        result.write_text(child.output, encoding="utf-8")
-    rows = json.loads(result.read_text(encoding="utf-8"))
-    return {"command": "make demo", "date": date_of(result), "rows": rows}
-
-
 def measure_points(given: Any) -> dict[str, Any]:
     """Compress to half of the experts at each point between seconds and loss, one after the other."""
     heldout = DEMO_HELDOUT if given.heldout == DEMO else given.heldout
-    sizes = heldout, given.evaluation_samples, given.length
+    sizes = heldout, EVALUATED, given.length
     base = frame.losses(given.model, *sizes).mean()
     flags = f"--ratio 0.5 --calibration {given.text} --sequence-length {given.length}".split()
     rows = list[dict[str, Any]]()
     for name, preset in PRESETS.items():
-        output = given.work / given.name / f"points{len(rows)}"
-        output.parent.mkdir(parents=True, exist_ok=True)
-        words = ["compress", given.model, "-o", str(output), *preset, *flags]
-        words += ["--device", given.device, "--overwrite"]
+        output = WORK / given.name / f"points{len(rows)}"
+        words = ["compress", given.model, "-o", str(output), *preset, *flags, "--overwrite"]
         child = frame.run_child([*frame.COMMAND, *words])
         increase = float(frame.losses(output, *sizes).mean() - base)
         spent = {"seconds": round(child.seconds, 1), "cpu": round(child.cpu, 1)}
@@ -170,30 +143,19 @@ def measure_points(given: Any) -> dict[str, Any]:
 
 def measure(given: Any) -> None:
     """Measure what was asked for and keep it, beside what was measured before."""
-    known = [*EXPERIMENTS, POINTS, *[DEMO] * (given.name == DEMO)]
-    wanted = known if given.only == ["all"] else given.only
-    unknown = sorted(set(wanted) - set(known))
-    if unknown:
-        raise CompressionError(f"--only {' '.join(unknown)}: {given.name} has {', '.join(known)}")
     file = DATA / f"{given.name}.json"
     content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     experiments = content.get("experiments", {})
-    for name in wanted:
+    (WORK / given.name).mkdir(parents=True, exist_ok=True)
+    known = [*EXPERIMENTS, POINTS, *[DEMO] * (given.name == DEMO)]
+    for name in known if given.only == ["all"] else given.only:
         if name == DEMO:
-            experiments[name] = measure_demo(given)
-        elif name == POINTS:
-            experiments[name] = measure_points(given)
+            rows = json.loads(frame.run_child([*frame.COMMAND, "demo", "--json"]).output)
+            experiments[name] = {"command": "make demo", "date": datetime.date.today().isoformat(), "rows": rows}
         else:
-            experiments[name] = measure_comparison(given, name)
+            experiments[name] = measure_points(given) if name == POINTS else measure_comparison(given, name)
         lines = json.dumps({"title": given.title, "experiments": experiments}, indent=1)
         file.write_text(lines + "\n", encoding="utf-8")
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    lines += [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join(lines)
 
 
 def shown_share(share: float) -> str:
@@ -214,7 +176,7 @@ def wrapped(command: str) -> str:
 
 
 def strategies_table(subjects: Sequence[Subject]) -> str:
-    """Return a row for each criterion, below the default with its reconstruction; the best published are bold."""
+    """Return a row for each criterion, below the default with its reconstruction."""
     cells = [(subject, share) for subject in subjects for share in (0.75, 0.5, 0.25)]
     columns = [f"{subject.title}, {shown_share(share)}" for subject, share in cells]
     default, names = ["**auto + tune (the default)**"], dict[str, None]()
@@ -227,7 +189,7 @@ def strategies_table(subjects: Sequence[Subject]) -> str:
         shown = [subject.increase("strategies", name=name, share=share) for subject, share in cells]
         rows.append(["auto, not refitted" if name == "auto" else name, *shown])
     rows.sort(key=lambda row: float(row[1] or "inf"))
-    return table(["strategy", *columns], [default, *rows])
+    return frame.table(["strategy", *columns], [default, *rows])
 
 
 def sizes_table(subjects: Sequence[Subject]) -> str:
@@ -236,9 +198,7 @@ def sizes_table(subjects: Sequence[Subject]) -> str:
     pairs = sorted(found, key=lambda pair: (-pair[0], FORMATS.index(pair[1])))
     pairs = [(share, scheme) for share, scheme in pairs if share == 1 or scheme in PRUNED_FORMATS]
     columns = ["experts", "format"]
-    lines = []
-    for share, scheme in pairs:
-        lines.append([shown_share(share), "as stored" if scheme == "none" else scheme])
+    lines = [[shown_share(share), "as stored" if scheme == "none" else scheme] for share, scheme in pairs]
     for subject in subjects:
         columns += [f"{subject.title}, MB", "increase"]
         frontier = size_frontier(subject)
@@ -247,23 +207,20 @@ def sizes_table(subjects: Sequence[Subject]) -> str:
             increase = subject.increase("sizes", share=share, scheme=scheme)
             bold = f"**{increase}**" if (share, scheme) in frontier else increase
             line += [f"{rows[0]['bytes'] / 1e6:.2f}" if rows else "", bold]
-    return table(columns, lines)
+    return frame.table(columns, lines)
 
 
 def size_frontier(subject: Subject) -> set[tuple[float, str]]:
     """Return share and format of the models that no smaller or equal one beats."""
-    increases = dict[tuple[float, str, int], list[float]]()
+    increases = dict[tuple[int, float, str], list[float]]()
     for row in subject.rows("sizes"):
-        increases.setdefault((row["share"], row["scheme"], row["bytes"]), []).append(
-            row["increase"]
-        )
+        increases.setdefault((row["bytes"], row["share"], row["scheme"]), []).append(row["increase"])
+    means = [(key[0], fmean(values), key[1:]) for key, values in increases.items()]
     best, frontier = float("inf"), set[tuple[float, str]]()
-    for (share, scheme, _), values in sorted(
-        increases.items(), key=lambda item: (item[0][2], fmean(item[1]))
-    ):
-        if fmean(values) < best:
-            best = fmean(values)
-            frontier.add((share, scheme))
+    for _, mean, pair in sorted(means):
+        if mean < best:
+            best = mean
+            frontier.add(pair)
     return frontier
 
 
@@ -274,36 +231,27 @@ def points_table(subjects: Sequence[Subject]) -> str:
         columns += [f"{subject.title}, CPU seconds", "increase"]
         for cells in rows:
             points = subject.rows(POINTS, name=cells[0])
-            cells += (
-                [f"{points[0]['cpu']:.0f}", f"{points[0]['increase']:.3f}"] if points else ["", ""]
-            )
-    return table(columns, rows)
+            seconds = f"{points[0]['cpu']:.0f}" if points else ""
+            cells += [seconds, subject.increase(POINTS, name=cells[0])]
+    return frame.table(columns, rows)
 
 
 def demo_table(subjects: Sequence[Subject]) -> str:
     """Return the table that `make demo` prints."""
     from compressor.formatting import human_bytes, human_count
 
-    (subject,) = (subject for subject in subjects if DEMO in subject.experiments)
-    measured = subject.experiments[DEMO]["rows"]
-    skills = list(measured[0]["accuracy"])
-    rows = list[list[str]]()
+    measured = [row for subject in subjects for row in subject.rows(DEMO)]
+    rows = []
     for model in measured:
         name = "auto (the default)" if model["name"] == "auto" else model["name"]
-        size = [human_count(model["parameters"]), human_bytes(model["bytes"])]
+        size = [human_count(model["parameters"]), human_bytes(model["bytes"]), f"{model['loss']:.3f}"]
         accuracies = [fmean(model["accuracy"].values()), *model["accuracy"].values()]
-        shown = [f"{share:.1%}" for share in accuracies]
-        rows.append([name, str(model["experts"]), *size, f"{model['loss']:.3f}", *shown])
-    columns = ["model", "experts", "parameters", "bytes", "held-out loss", "accuracy", *skills]
-    return table(columns, rows)
+        rows.append([name, model["experts"], *size, *(f"{share:.1%}" for share in accuracies)])
+    columns = ["model", "experts", "parameters", "bytes", "held-out loss", "accuracy", *measured[0]["accuracy"]]
+    return frame.table(columns, rows)
 
 
-TABLES = {
-    "strategies": strategies_table,
-    "sizes": sizes_table,
-    POINTS: points_table,
-    DEMO: demo_table,
-}
+TABLES = {"strategies": strategies_table, "sizes": sizes_table, POINTS: points_table, DEMO: demo_table}
 
 
 def section(name: str, subjects: Sequence[Subject]) -> str:
@@ -320,13 +268,12 @@ def section(name: str, subjects: Sequence[Subject]) -> str:
 
 def written_page(page: str, subjects: Sequence[Subject]) -> str:
     """Return the page with every table between its markers made anew; a table without markers isn't shown."""
+    end = "<!-- end of table -->"
     for name in TABLES:
-        start, end = f"<!-- table: {name} -->", "<!-- end of table -->"
+        start = f"<!-- table: {name} -->"
         before, marker, rest = page.partition(start)
-        if not marker:
-            continue
-        _, _, after = rest.partition(end)
-        page = f"{before}{start}\n{section(name, subjects)}\n{end}{after}"
+        if marker:
+            page = f"{before}{start}\n{section(name, subjects)}\n{end}{rest.partition(end)[2]}"
     return page
 
 
@@ -334,8 +281,7 @@ def read_subjects() -> list[Subject]:
     """Return the models that were measured, the demo last."""
     subjects = []
     for file in sorted(DATA.glob("*.json"), key=lambda file: (file.stem == DEMO, file)):
-        content = json.loads(file.read_text(encoding="utf-8"))
-        subjects.append(Subject(file.stem, content["title"], content["experiments"]))
+        subjects.append(Subject(name=file.stem, **json.loads(file.read_text(encoding="utf-8"))))
     return subjects
 
 
@@ -353,8 +299,8 @@ def draw_plot(subjects: Sequence[Subject]) -> None:
             draw_panel(axes, subject)
         panels[0].set_ylabel("increase of the held-out loss (nats per token)")
         handles, labels = panels[0].get_legend_handles_labels()
-        legend = {"loc": "outside lower center", "ncols": 3 if len(subjects) > 1 else 2}
-        canvas.legend(handles, labels, frameon=False, **legend)
+        columns = 3 if len(subjects) > 1 else 2
+        canvas.legend(handles, labels, frameon=False, loc="outside lower center", ncols=columns)
         canvas.savefig(PLOT, format="svg", metadata={"Date": None})
 
 
@@ -363,31 +309,26 @@ def draw_panel(axes: Any, subject: Subject) -> None:
     sizes = subject.rows("sizes")
     base = max(row["bytes"] for row in sizes)
 
-    def draw(
-        rows: Sequence[Mapping[str, Any]], label: str, start: bool = True, **style: Any
-    ) -> None:
+    def draw(rows: Sequence[Mapping[str, Any]], label: str, color: str, start: bool = True, **style: Any) -> None:
         """Draw mean increases over bytes, from the base on where `start` is set."""
-        points = dict[float, list[float]]()
+        points = {base: [0.0]} if start else dict[float, list[float]]()
         for row in rows:
             points.setdefault(row["bytes"], []).append(row["increase"])
-        if start:
-            points[base] = [0.0]
         bytes_of = sorted(points, reverse=True)
         increases = [max(0.0, fmean(points[size])) for size in bytes_of]
         style = {"linewidth": 1.2, "marker": "o", "markersize": 3.5, **style}
-        axes.plot([size / 1e6 for size in bytes_of], increases, label=label, **style)
+        axes.plot([size / 1e6 for size in bytes_of], increases, label=label, color=color, **style)
 
     for name, colour in PLOTTED.items():
-        draw(subject.rows("strategies", name=name), f"{name}, whole experts", color=colour)
-    drops = subject.rows("strategies", name="random")
-    draw(drops, "random drop", color="#8a8a8a", linestyle="dotted")
+        draw(subject.rows("strategies", name=name), f"{name}, whole experts", colour)
+    draw(subject.rows("strategies", name="random"), "random drop", "#8a8a8a", linestyle="dotted")
     quantised = [row for row in sizes if row["share"] == 1 and row["scheme"] != "none"]
-    draw(quantised, "quantising alone (rounding)", color="#DDAA33", marker="s")
+    draw(quantised, "quantising alone (rounding)", "#DDAA33", marker="s")
     pruned = [row for row in sizes if row["share"] < 1]
     stored = [row for row in pruned if row["scheme"] == "none"]
-    draw(stored, "default: auto + tune", color="#332288", marker="o", linewidth=2.2)
+    draw(stored, "default: auto + tune", "#332288", linewidth=2.2)
     both = [row for row in pruned if row["scheme"] == "int4"]
-    draw(both, "default, then int4", start=False, color="#117733", marker="D", linewidth=1.6)
+    draw(both, "default, then int4", "#117733", start=False, marker="D", linewidth=1.6)
     axes.set_title(f"{subject.title} ({base / 1e6:.2f} MB)")
     axes.set_xlabel("MB of all tensors")
     axes.set_yscale("symlog", linthresh=0.01, linscale=0.6)
@@ -398,16 +339,14 @@ def draw_panel(axes: Any, subject: Subject) -> None:
 
 def main() -> None:
     """Measure, or write the page and the plot."""
-    sizes = {"length": 128, "samples": 256, "evaluation_samples": 64, "seeds": [0]}
-    texts = {"text": DEMO, "heldout": DEMO, "device": "auto", "work": "work"}
-    parser = frame.options(__doc__, name=None, title=None, only=["all"], **texts, **sizes)
+    names = {"name": None, "title": None, "text": DEMO, "heldout": DEMO}
+    parser = frame.options(__doc__, **names, length=128, seeds=[0], only=["all"])
     parser.add_argument("what", choices=("measure", "write"))
     parser.add_argument("model", nargs="?", help="of measure: a folder or an id of the Hub")
     given = parser.parse_intermixed_args()
     if given.what == "measure":
         if not (given.model and given.name and given.title):
             parser.error("measure needs MODEL, --name and --title")
-        given.work = Path(given.work)
         measure(given)
         return
     subjects = read_subjects()

@@ -1,15 +1,12 @@
 """Measure how memory and time of `compress` grow with the model, on synthetic Qwen3-MoE checkpoints of given sizes.
 
-    python -m scripts.benchmarks.scale [--gigabytes 4 8 16 30] [--tokens 16384] [--folder DIR] [--export] [--correct]
+    python -m scripts.benchmarks.scale [--gigabytes 4 8 16 30] [--tokens 16384] [--folder DIR]
+        [--steps model-centric export reap ridge tune]
 
-Each checkpoint (bfloat16, layers of 0.26 GB) is copied file by file, compressed to half of its experts by
-model-centric and by reap with so many calibration tokens, and removed; --export writes model-centric's output as ONNX,
-too, and --correct compresses by reap with ridge and with two steps of tune. Prints for each size the time over that of
-the copy and the peak anonymous memory above a bare interpreter's over the largest layer, and over all sizes the slope
-of log time over log size.
-
-Pages of the source are dropped from the page cache before each step. A copy reads the whole source and writes and
-flushes as much, one file at a time, of which one is kept.
+Each checkpoint (bfloat16, layers of 0.26 GB) is copied file by file and compressed to half of its experts; `export`
+writes model-centric's output as ONNX. Prints the time over that of the copy and the peak anonymous memory above a bare
+interpreter's over the largest layer, and over all sizes the slope of log time over log size. The source is dropped from
+the page cache before each step.
 """
 
 import math
@@ -21,37 +18,27 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from compressor import inspect
 from scripts.benchmarks import frame
 
 LENGTH = 512
 EXPERTS = 20
 HIDDEN, INNER = 2048, 1024
-SIZES = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": 2 * INNER,
-    "moe_intermediate_size": INNER,
-    "num_experts": EXPERTS,
-    "num_experts_per_tok": 4,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "tie_word_embeddings": False,
-    "vocab_size": 512,  # so small that a checkpoint is its layers
-}
+CONFIG = {
+    "hidden_size": HIDDEN, "intermediate_size": 2 * INNER, "moe_intermediate_size": INNER, "num_experts": EXPERTS,
+    "num_experts_per_tok": 4, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
+    "tie_word_embeddings": False, "vocab_size": 512,  # so small that a checkpoint is its layers
+}  # fmt: skip
+COMPRESS = f"compress MODEL -o OUT --experts {EXPERTS // 2} --resident no --device cpu --json"
+REAP = f"{COMPRESS} --strategy reap --calibration TEXT --samples SAMPLES --sequence-length {LENGTH}"
 STEPS = {
-    "model-centric": "--strategy model-centric --correct none",
-    "reap": "--strategy reap --correct none",
-    "ridge": "--strategy reap --correct ridge",
+    "model-centric": f"{COMPRESS} --strategy model-centric --correct none",
+    "export": "export KEPT -o OUT --dtype fp16 --json",
+    "reap": f"{REAP} --correct none",
+    "ridge": f"{REAP} --correct ridge",
     # Memory does not depend on the number of steps.
-    "tune": "--strategy reap --correct tune --set prune.correct.steps=2",
+    "tune": f"{REAP} --correct tune --set prune.correct.steps=2",
 }
-
-
-def slope(sizes: Sequence[float], seconds: Sequence[float]) -> float:
-    """Return the least-squares slope of log seconds over log sizes; nan for a single size."""
-    if len(sizes) < 2:
-        return math.nan
-    return statistics.linear_regression([*map(math.log, sizes)], [*map(math.log, seconds)]).slope
 
 
 def drop_pages(folder: Path) -> None:
@@ -77,60 +64,43 @@ def copy_seconds(folder: Path, target: Path) -> float:
     return seconds
 
 
-def measure(
-    gigabytes: float, tokens: int, scratch: Path, steps: Sequence[str], rows: frame.Rows
-) -> tuple[int, dict[str, float]]:
+def measure(gigabytes: float, tokens: int, scratch: Path, steps: Sequence[str]) -> dict[str, float]:
     """Make a checkpoint and carry out the steps, each printed when it is done; returns bytes, and seconds by step."""
-    from compressor import inspect
-
-    folder, text, out = (scratch / name for name in ("model", "text.txt", "out"))
-    layers = int(gigabytes * 1e9 / (EXPERTS * 3 * HIDDEN * INNER * 2)) + 1
-    frame.write_layers(folder, layers, **SIZES)
+    folder, text, out, kept = (scratch / name for name in ("model", "text.txt", "out", "kept"))
+    frame.write_layers(folder, int(gigabytes * 1e9 / (EXPERTS * 3 * HIDDEN * INNER * 2)) + 1, **CONFIG)
     text.write_text(frame.random_text(tokens))
     drop_pages(folder)
     report = inspect(str(folder))
-    seconds = {"copy": copy_seconds(folder, scratch / "copy")}
+    figures = {"bytes": float(report.bytes), "copy": copy_seconds(folder, scratch / "copy")}
     bare = min((frame.run_child(frame.BARE) for _ in range(2)), key=lambda child: child.seconds)
-    reading = (
-        f"--calibration {text} --samples {max(1, tokens // LENGTH)} --sequence-length {LENGTH}"
-    )
+    named = {"MODEL": folder, "OUT": out, "KEPT": kept, "TEXT": text, "SAMPLES": max(1, tokens // LENGTH)}
     for name in steps:
-        words = (
-            f"compress {folder} -o {out} --experts {EXPERTS // 2} --resident no --device cpu --json"
-        )
-        if name == "export":
-            words = f"export {scratch / 'kept'} -o {out} --dtype fp16 --json"
-        else:
-            words += f" {STEPS[name]}" + ("" if name == "model-centric" else f" {reading}")
         drop_pages(folder)
-        child = frame.run_child([*frame.COMMAND, *words.split()])
-        seconds[name] = max(child.seconds - bare.seconds, 1e-3)
+        child = frame.run_child([*frame.COMMAND, *(str(named.get(word, word)) for word in STEPS[name].split())])
+        figures[name] = max(child.seconds - bare.seconds, 1e-3)
         memory = (child.anonymous - bare.anonymous) / report.largest_layer_bytes
-        rows.add(f"{report.bytes / 1e9:.1f}", name, seconds[name] / seconds["copy"], memory)
+        print(frame.row(f"{report.bytes / 1e9:.1f}", name, figures[name] / figures["copy"], memory), flush=True)
         if name == "model-centric":
-            out.rename(scratch / "kept")
+            out.rename(kept)
         else:
             shutil.rmtree(out)
-    return report.bytes, seconds
+    return figures
 
 
 def main() -> None:
-    """Measure every size and print the table."""
+    """Measure every size and print the table, and the slopes where there are several sizes."""
     sizes = {"gigabytes": [4.0, 8.0, 16.0, 30.0], "tokens": 16_384}
-    parser = frame.options(__doc__, **sizes, export=False, correct=False, folder=None)
-    given = parser.parse_args()
-    steps = ["model-centric", "reap"]
-    steps += ["export"] if given.export else []
-    steps += ["ridge", "tune"] if given.correct else []
-    rows = frame.Rows("GB", "step", "seconds over a copy", "memory over the largest layer")
-    measured = list[tuple[int, dict[str, float]]]()
+    given = frame.options(__doc__, **sizes, steps=["model-centric", "reap"], folder=None).parse_args()
+    print(frame.table(["GB", "step", "seconds over a copy", "memory over the largest layer"]), flush=True)
+    measured = list[dict[str, float]]()
     for gigabytes in given.gigabytes:
         with tempfile.TemporaryDirectory(dir=given.folder) as scratch:
             os.environ["MOE_COMPRESSOR_CACHE"] = f"{scratch}/cache"
-            measured.append(measure(gigabytes, given.tokens, Path(scratch), steps, rows))
-    nbytes = [size for size, _ in measured]
-    for name in ("copy", *steps):
-        growth = slope(nbytes, [seconds[name] for _, seconds in measured])
+            measured.append(measure(gigabytes, given.tokens, Path(scratch), given.steps))
+    log_bytes = [math.log(figures["bytes"]) for figures in measured]
+    for name in ("copy", *given.steps) if len(measured) > 1 else ():
+        log_seconds = [math.log(figures[name]) for figures in measured]
+        growth = statistics.linear_regression(log_bytes, log_seconds).slope
         print(f"{name}: slope of log seconds over log bytes {growth:.2f}")
 
 

@@ -6,22 +6,17 @@ half an hour); the first three are the default. `shown:PAGE` and `architectures:
 --check nothing is written, and the exit status is 1 if a part has changed; figures of `shown` may differ.
 """
 
-import argparse
 from pathlib import Path
 
 from compressor.records import readable_json
+from scripts.benchmarks import frame
 from scripts.write_docs import architectures, packages, reference, shown
 
 
 def main() -> None:
     """Write the parts that are named, or compare them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--check", action="store_true", help="compare only")
-    parser.add_argument(
-        "parts", nargs="*", metavar="PART", default=["packages", "schema", "statistics"]
-    )
+    parser = frame.options(__doc__, check=False)
+    parser.add_argument("parts", nargs="*", metavar="PART", default=["packages", "schema", "statistics"])
     given = parser.parse_args()
     changed = False
     for part in given.parts:

@@ -6,8 +6,8 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ from compressor.attribution.measure import attribute
 from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration
 from compressor.errors import CompressionError
-from compressor.model.architecture import Architecture, discover, experts_modules
+from compressor.model.architecture import discover, experts_modules
 from compressor.model.opened import OpenModel, open_model
 from compressor.progress import Silent
 from compressor.steps.configuration import HEADS
 from compressor.steps.split.shape import split_shape
 from exporters import onnx
+from scripts.benchmarks import frame
 from tests.support import zoo
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
@@ -32,62 +33,16 @@ COLUMNS = ("Family", "Model class", "Supported", "Routing", "Attribution", "ONNX
 EXACT = "exact"
 MARK = "@use_experts_implementation"
 EXPERTS_CLASS = re.compile(r"^class \w*(?:Experts|MoE|Moe|SparseMLP)\(", re.MULTILINE)
-RUNTIME_FAULT = re.compile(
-    r"\[ONNXRuntimeError\].*?running (\w+) node\..*?Status Message: (?:\S+:\d+ .*?\) )?"
-)
+RUNTIME_FAULT = re.compile(r"\[ONNXRuntimeError\].*?running (\w+) node\..*?Status Message: (?:\S+:\d+ .*?\) )?")
 # Where defaults do not build.
 SETTINGS: dict[str, dict[str, Any]] = {"dbrx": {"attn_config": {"rope_theta": 10000.0}}}
 # As real sparse attention has; the tests' 2 score many tokens exactly 0, and ties are broken anyhow.
 INDEX_HEADS = 32
-HEADER = """# Architectures
-
-{supported} families of transformers {version} are supported: all that have its uniform experts interface, and
-step3p7, which lacks its flags alone. Other Mixture-of-Experts families are refused with the message in the last table.
-So is a model with two MoE parts that count their experts separately, such as the whole
-`Qwen3OmniMoeForConditionalGeneration` (its thinker alone is supported).
-
-`python -m scripts.write_docs architectures` writes this page: it merges eight experts of a tiny random model of each family into
-four and reloads the result with stock transformers {version}. `tests/test_architectures.py` compares dropping and
-merging with surgery in memory, weight by weight.
-
-- **Attribution**: the largest difference between the sum of sub-scores and a router's logits, relative to the largest
-  logit, in float32; or why the family can't be attributed.
-- **ONNX**: the largest difference of a logit between ONNX Runtime and the stock model, with the cache unless noted, and
-  what replaces the MoE node where a layer needs more; or why the family can't be exported. Rotary embeddings of type
-  `longrope` are exported for short and long texts unless noted; those of type `dynamic` are refused.
-- **Split**: whether a split leaves the function of the family's stock MoE block unchanged, or why not; variants that
-  differ are in parentheses.
-
-Differences are rounding errors and vary by processor, so each is given as a power of ten of at least twice the value
-found. Models with an indexer were exported with {heads} index heads, because with 2 many tokens tie at a score of 0.
-
-DeepSeek-MoE-16B (`deepseek`) has no class in transformers, and can't load as `deepseek_v2`, whose attention is latent.
-As `qwen2_moe` it computes the same: `python examples/deepseek_moe.py MODEL FOLDER` writes that checkpoint.
-"""
+NO_CLASS = "transformers has no model class of this family that could be opened"
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the page."""
-
-    family: str
-    model_class: str
-    supported: str
-    routing: str
-    attribution: str
-    onnx: str
-    split: str
-    notes: str
-
-    def text(self) -> str:
-        """The line in Markdown."""
-        described = (self.routing, self.attribution, self.onnx, self.split, self.notes)
-        cells = (self.family, self.model_class, self.supported, *described)
-        return f"| {' | '.join(cells)} |"
-
-
-def _source(module: Any) -> str:
-    """The source of a module's class, and of the functions of its file that it calls, without comments."""
+def source_of(module: Any) -> str:
+    """Return the source of a module's class, and of the functions of its file that it calls, without comments."""
     text = inspect.getsource(type(module))
     home = sys.modules[type(module).__module__]
     called = [getattr(home, name, None) for name in sorted(set(re.findall(r"\b(\w+)\(", text)))]
@@ -95,22 +50,18 @@ def _source(module: Any) -> str:
     return re.sub(r"#.*", "", "".join(parts))
 
 
-def _scores(model: Any, architecture: Architecture) -> str:
-    """How the router scores experts, read in the source of the router or its block."""
-    layer = architecture.layers[-1]
+def routing_cell(opened: list[OpenModel]) -> str:
+    """Return how the router scores experts, read in the source of the router or its block, and by what it chooses."""
+    layer, kinds = opened[0].architecture.layers[-1], []
     for name in (layer.router, layer.block):
-        source = _source(model.get_submodule(name))
+        source = source_of(opened[0].partial.model.get_submodule(name))
         found = [word for word in ("sigmoid", "softmax") if re.search(rf"\b{word}\(", source)]
         if "scoring_func" in source or len(found) == 2:
-            return "top-k, score by config"
-        if found:
-            return f"{found[0]} top-k"
-    return "top-k"
-
-
-def _routing(opened: list[OpenModel]) -> str:
+            kinds.append("top-k, score by config")
+        elif found:
+            kinds.append(f"{found[0]} top-k")
+    kinds = [*kinds, "top-k"][:1]
     layers = [layer for model in opened for layer in model.architecture.layers]
-    kinds = [_scores(opened[0].partial.model, opened[0].architecture)]
     if any(layer.routing_groups > 1 for layer in layers):
         kinds.append("in groups where the config has any")
     if any(layer.tables for layer in layers):
@@ -118,9 +69,25 @@ def _routing(opened: list[OpenModel]) -> str:
     return ", ".join(kinds)
 
 
-def _beside(opened: OpenModel) -> Iterator[str]:
-    """What an MoE block holds beside the routed experts."""
+def notes_cell(opened: OpenModel) -> str:
+    """Return how experts are stored, and what an MoE block or the model holds beside the routed experts."""
     architecture, model = opened.architecture, opened.partial.model
+    notes = [f"`{architecture.count_field}`"]
+    kinds = {role.kind for role in opened.layout.roles.values()}
+    if opened.layout.regular:
+        notes.append("stored one by one" if "expert" in kinds else "stored fused")
+    else:
+        notes.append("stored with the vision experts, so written through the model")
+    moe_layers = {layer.decoder_layer for layer in architecture.layers}
+    names = {name for name, _ in experts_modules(model)}
+    if names - {layer.name for layer in architecture.layers}:
+        notes.append("two stacks of layers share their experts")
+    elif len(moe_layers) < len(architecture.decoder_layers):
+        notes.append("dense layers")
+    if any("vision" in layer.name for layer in architecture.layers):
+        notes.append("vision experts too")
+    if architecture.family.removesuffix("_text") in zoo.LOOPED:
+        notes.append("its layers run several times, so only what needs no calibration")
     leaves, extra = set[str](), 0
     for layer in architecture.layers:
         for tensor in layer.tensors:
@@ -130,45 +97,25 @@ def _beside(opened: OpenModel) -> Iterator[str]:
             if "weight" not in tensor.key or opened.partial.empty[tensor.key].dim() == 1:
                 leaves.add(f"`{tensor.key.rpartition('.')[2]}`")
     if leaves:
-        yield f"beside the router's weight: {', '.join(sorted(leaves))}"
-    names = [name.rpartition(".")[2] for name, _ in model.named_modules()]
-    shared = any("shared" in name and re.search("expert|mlp", name) for name in names)
+        notes.append(f"beside the router's weight: {', '.join(sorted(leaves))}")
+    modules = [name.rpartition(".")[2] for name, _ in model.named_modules()]
+    shared = any("shared" in name and re.search("expert|mlp", name) for name in modules)
     if extra:
-        yield f"{extra} more router row{'s' if extra > 1 else ''}, {'for shared experts' if shared else 'to skip'}"
+        rows = f"{extra} more router row{'s' if extra > 1 else ''}"
+        notes.append(f"{rows}, {'for shared experts' if shared else 'to skip'}")
     if shared:
-        yield "shared experts"
+        notes.append("shared experts")
     if any(layer.tables for layer in architecture.layers):
-        yield "tables of expert ids are rewritten"
-
-
-def _notes(opened: OpenModel) -> str:
-    architecture = opened.architecture
-    notes = [f"`{architecture.count_field}`"]
-    kinds = {role.kind for role in opened.layout.roles.values()}
-    if opened.layout.regular:
-        notes.append("stored one by one" if "expert" in kinds else "stored fused")
-    else:
-        notes.append("stored with the vision experts, so written through the model")
-    moe_layers = {layer.decoder_layer for layer in architecture.layers}
-    names = {name for name, _ in experts_modules(opened.partial.model)}
-    if names - {layer.name for layer in architecture.layers}:
-        notes.append("two stacks of layers share their experts")
-    elif len(moe_layers) < len(architecture.decoder_layers):
-        notes.append("dense layers")
-    if any("vision" in layer.name for layer in architecture.layers):
-        notes.append("vision experts too")
-    if architecture.family.removesuffix("_text") in zoo.LOOPED:
-        notes.append("its layers run several times, so only what needs no calibration")
-    notes += _beside(opened)
+        notes.append("tables of expert ids are rewritten")
     fields = vars(opened.config) | vars(opened.config.get_text_config())
-    heads = [key for key in sorted(fields) if HEADS.fullmatch(key) and isinstance(fields[key], int)]
+    heads = [f"`{key}`" for key in sorted(fields) if HEADS.fullmatch(key) and isinstance(fields[key], int)]
     if heads:
-        notes.append(f"its config announces a head by {', '.join(f'`{key}`' for key in heads)}")
+        notes.append(f"its config announces a head by {', '.join(heads)}")
     return "; ".join(notes)
 
 
-def _attribution(opened: OpenModel) -> str:
-    """How exact the decomposition of a family's routers is, or the reason why there is none."""
+def attribution_cell(opened: OpenModel) -> str:
+    """Return how exact the decomposition of a family's routers is, or the reason why there is none."""
     calibration = Calibration((zoo.tokens(opened.partial.model),), {})
     try:
         found = attribute(opened, calibration, Silent())
@@ -178,18 +125,16 @@ def _attribution(opened: OpenModel) -> str:
 
 
 def bound(rounding: float) -> str:
-    """A power of ten at least twice what rounding came to here, and no less than 1e-6, so that it holds elsewhere."""
-    return next(
-        f"under 1e-{digits}" for digits in range(6, -1, -1) if 2 * rounding <= 10.0**-digits
-    )
+    """Return a power of ten at least twice what rounding came to here, and at least 1e-6, so that it holds elsewhere."""
+    return next(f"under 1e-{digits}" for digits in range(6, -1, -1) if 2 * rounding <= 10.0**-digits)
 
 
-def _for_graph(name: str, place: Path, scratch: Path) -> Path:
-    """The model whose graph is made: the one at `place`, or one with more index heads."""
+def folder_for_graph(name: str, folder: Path, scratch: Path) -> Path:
+    """Return the model whose graph is made: the one in `folder`, or one with more index heads."""
     model = zoo.build(name)
     text = model.config.get_text_config()
     if getattr(text, "index_n_heads", INDEX_HEADS) >= INDEX_HEADS:
-        return place
+        return folder
     text.index_n_heads = INDEX_HEADS
     wider: Any = type(model)(model.config)
     zoo.randomise(wider.eval(), torch.Generator().manual_seed(0))
@@ -197,97 +142,84 @@ def _for_graph(name: str, place: Path, scratch: Path) -> Path:
         zoo.logits(wider, zoo.tokens(wider))
         wider.save_pretrained(scratch)
     except RuntimeError:  # so many do not go with its other sizes
-        return place
+        return folder
     return scratch
 
 
-def _branches_by_length(model: Any) -> bool:
-    """Whether rotary embeddings of a family's own choose between short and long texts in Python."""
-    rotary = [module for module in model.modules() if hasattr(module, "rope_type")]
-    return any(re.search(r"if seq_len\b", _source(module)) for module in rotary)
-
-
-def _onnx(place: Path, out: Path) -> str:
-    """How far the exported graph is from the stock model, without its cache if need be, or why there is none."""
+def onnx_cell(folder: Path, out: Path) -> str:
+    """Return how far the exported graph is from the stock model, without its cache if need be, or why there is none."""
     for past in (True, False):
         try:
-            found = onnx.export(place, out, onnx.ExportOptions(past=past))
+            found = onnx.export(folder, out, onnx.ExportOptions(past=past))
         except CompressionError as error:
             reason = RUNTIME_FAULT.sub(r"\1: ", str(error).removesuffix("; nothing was written"))
             shutil.rmtree(out, ignore_errors=True)
             continue
-        others = sorted({route.route for route in found.fallen_back})
-        parts = [bound(found.verification.largest_difference), *others]
+        parts = [bound(found.verification.largest_difference)]
         if not past:
-            parts.insert(1, "no cache")
-        if _branches_by_length(open_model(locate(str(place))).partial.model):
+            parts.append("no cache")
+        parts += sorted({route.route for route in found.fallen_back})
+        modules = open_model(locate(str(folder))).partial.model.modules()
+        rotary = [module for module in modules if hasattr(module, "rope_type")]
+        # Rotary embeddings of a family's own choose between short and long texts in Python.
+        if any(re.search(r"if seq_len\b", source_of(module)) for module in rotary):
             parts.append("not with `longrope`")
         return ", ".join(parts)
     return f"no: {reason}"
 
 
-def _split(architectures: Mapping[str, Architecture]) -> str:
-    """Whether experts in two parts compute the same, or why they do not; variants that differ in that are named."""
-    (_, own), *others = found = [(case, _split_one(each)) for case, each in architectures.items()]
-    differing = [case for case, told in others if (told == EXACT) != (own == EXACT)]
-    kind = EXACT if own != EXACT else "not"
-    return own + (f" ({kind}: {', '.join(differing)})" if differing and len(found) > 1 else "")
+def split_cell(opened: Mapping[str, OpenModel]) -> str:
+    """Return whether sub-experts compute the same, or why not; variants that differ in that are named."""
+    cells = {}
+    for case, model in opened.items():
+        cells[case] = EXACT
+        try:
+            split_shape(model.architecture, 2)
+        except CompressionError as error:
+            message = re.sub(r"^\w+ cannot be split( exactly)?: ", "", str(error))
+            before, _, reason = message.partition(" of the largest, for ")
+            cells[case] = f"no: {reason or re.sub(r' by [0-9.e-]+ of the largest', '', before)}"
+    first, *_ = cells.values()
+    differing = [case for case, cell in cells.items() if (cell == EXACT) != (first == EXACT)]
+    kind = EXACT if first != EXACT else "not"
+    return first + (f" ({kind}: {', '.join(differing)})" if differing else "")
 
 
-def _split_one(architecture: Architecture) -> str:
-    try:
-        split_shape(architecture, 2)
-    except CompressionError as error:
-        why = re.sub(r"^\w+ cannot be split( exactly)?: ", "", str(error)).partition(
-            " of the largest, for "
-        )
-        return f"no: {why[2] or re.sub(r' by [0-9.e-]+ of the largest', '', why[0])}"
-    return EXACT
-
-
-def _variants(name: str) -> list[str]:
-    return [variant for variant in zoo.VARIANTS if variant.split("-")[0] == name]
-
-
-def supported_row(name: str) -> Row:
+def supported_row(name: str) -> str:
     """Compress a family's tiny model, reload it, and describe it; a failure is the row's reason."""
-    with tempfile.TemporaryDirectory() as folder:
-        places = {case: Path(folder) / case for case in (name, *_variants(name))}
-        for case, place in places.items():
-            zoo.save(case, place)
+    variants = [variant for variant in zoo.VARIANTS if variant.split("-")[0] == name]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        for case in (name, *variants):
+            zoo.save(case, folder / case)
         model_class = zoo.family(name).model_class
         try:
-            compressor.compress(
-                str(places[name]), Path(folder) / "out", strategy="model-centric", experts=4
-            )
-            reloaded = zoo.reload(name, Path(folder) / "out")
+            compressor.compress(str(folder / name), folder / "out", strategy="model-centric", experts=4)
+            reloaded = zoo.reload(name, folder / "out")
             if not zoo.logits(reloaded, zoo.tokens(reloaded)).isfinite().all():
                 raise CompressionError("the reloaded model's logits are not finite")
         except CompressionError as error:
-            return Row(name, model_class, f"no: {error}", "", "", "", "", "")
-        opened = [open_model(locate(str(place), None)) for place in places.values()]
-        return Row(
-            name, model_class, "yes", _routing(opened), _attribution(opened[0]),
-            _onnx(_for_graph(name, places[name], Path(folder) / "heads"), Path(folder) / "graph"),
-            _split({case: model.architecture for case, model in zip(places, opened, strict=True)}), _notes(opened[0]),
-        )  # fmt: skip
+            return frame.row(name, model_class, f"no: {error}", *[""] * 5)
+        opened = {case: open_model(locate(str(folder / case))) for case in (name, *variants)}
+        first = opened[name]
+        graph = onnx_cell(folder_for_graph(name, folder / name, folder / "heads"), folder / "graph")
+        cells = routing_cell([*opened.values()]), attribution_cell(first), graph, split_cell(opened), notes_cell(first)
+        return frame.row(name, model_class, "yes", *cells)
 
 
 def refused_families() -> list[str]:
-    """Folders of transformers' models that define experts, but not with the uniform interface."""
+    """Return folders of transformers' models that define experts, but not with the uniform interface."""
     models = Path(transformers.__file__).parent / "models"
     found = []
     for folder in sorted(models.iterdir()):
-        source = "".join(
-            file.read_text(encoding="utf-8") for file in sorted(folder.glob("modeling_*.py"))
-        )
+        source = "".join(file.read_text(encoding="utf-8") for file in sorted(folder.glob("modeling_*.py")))
         if EXPERTS_CLASS.search(source) and MARK not in source and folder.name not in zoo.FAMILIES:
             found.append(folder.name)
     return found
 
 
-def _stock_config(family: str) -> tuple[Any, str]:
-    """A default config of a family and the name of its model class."""
+def refused_row(family: str) -> str:
+    """Return the row with what `discover` says of a family's default config, built on the meta device."""
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -295,23 +227,17 @@ def _stock_config(family: str) -> tuple[Any, str]:
         modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
         modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING, modeling_auto.MODEL_FOR_BACKBONE_MAPPING,
     )  # fmt: skip
-    for config_class in CONFIG_MAPPING.values():
-        if config_class.__module__.split(".")[2] == family:
-            for mapping in mappings:
-                if config_class in mapping:
-                    return config_class(**SETTINGS.get(family, {})), mapping[config_class].__name__
-    raise CompressionError("transformers has no model class of this family that could be opened")
-
-
-def refused_row(family: str) -> Row:
-    """What `discover` says of a family's default config, built on the meta device."""
-    name = "none"
+    classes = [entry for entry in CONFIG_MAPPING.values() if entry.__module__.split(".")[2] == family]
+    pairs = [(kind, mapping[kind].__name__) for kind, mapping in product(classes, mappings) if kind in mapping]
+    if not pairs:
+        return frame.row(family, "none", "no", *[""] * 4, NO_CLASS)
+    config_class, name = pairs[0]
     try:
-        config, name = _stock_config(family)
+        config = config_class(**SETTINGS.get(family, {}))
         config.architectures = [name]
         discover(config)
     except CompressionError as error:
-        return Row(family, name, "no", "", "", "", "", str(error))
+        return frame.row(family, name, "no", *[""] * 4, error)
     raise RuntimeError(f"{family} is not refused: give it a place in tests/support/zoo_configs.py")
 
 
@@ -321,18 +247,14 @@ def page_with(families: Sequence[str]) -> str:
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
     supported, refused = sorted(zoo.FAMILIES), refused_families()
-    rows = {}
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
-        if line.startswith("| "):
-            rows[line.split("|")[1].strip()] = line
+    page = PAGE.read_text(encoding="utf-8")
+    rows = {line.split("|")[1].strip(): line for line in page.splitlines() if line.startswith("| ")}
     for family in families or [*supported, *refused]:
         print(family, file=sys.stderr)
-        row = supported_row(family) if family in zoo.FAMILIES else refused_row(family)
-        rows[family] = row.text()
-    facts = {"version": transformers.__version__, "heads": INDEX_HEADS}
-    parts = [HEADER.format(**facts, supported=len(supported)), "## Supported\n"]
-    head = f"| {' | '.join(COLUMNS)} |\n|{'|'.join('---' for _ in COLUMNS)}|"
-    parts.append("\n".join([head, *(rows[name] for name in supported), ""]))
-    parts.append(f"Their variants in the tests: {', '.join(sorted(zoo.VARIANTS))}.\n")
-    parts += ["## Refused\n", "\n".join([head, *(rows[name] for name in refused), ""])]
-    return "\n".join(parts)
+        rows[family] = supported_row(family) if family in zoo.FAMILIES else refused_row(family)
+    head = frame.table(COLUMNS)
+    header = re.sub(r"\d+(?= families)", str(len(supported)), page.partition("## Supported\n")[0], count=1)
+    header = re.sub(r"(?<=transformers )\d[\d.]*\d", transformers.__version__, header)
+    lines = [f"{header}## Supported\n", head, *(rows[name] for name in supported), ""]
+    lines += [f"Their variants in the tests: {', '.join(sorted(zoo.VARIANTS))}.\n"]
+    return "\n".join([*lines, "## Refused\n", head, *(rows[name] for name in refused), ""])

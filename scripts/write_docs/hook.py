@@ -4,17 +4,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mkdocs.structure.files import File, Files
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.write_docs import reference
-
-
-def on_files(files: Files, config: Any) -> Files:
-    """Add the page of commands, which is generated as a whole."""
-    files.append(File.generated(config, reference.COMMANDS, content=reference.commands_page()))
-    return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

@@ -1,6 +1,7 @@
-"""The packages of the product with their lines and imports, as docs/architecture.md shows them.
+"""The packages of the product: their order and meaning, from docs/architecture.md, and their lines and imports.
 
-An arrow is an import, read from the source by `ast`, function-level and type-only ones included.
+An arrow is an import, read from the source by `ast`, function-level and type-only ones included. For a new package add
+a row to the page's table by hand; a package imports earlier ones only.
 """
 
 import ast
@@ -15,42 +16,9 @@ PRODUCT = ("compressor", "strategies", "exporters")
 TOP = "compressor (the public names)"  # with api.py, which holds the functions
 WORDS = "compressor (files in the root)"  # words that everybody uses: errors, files, memory, progress ...
 OPTIONS = "steps (options.py of each)"
-
-ORDER: Mapping[str, str] = {  # a package imports earlier ones only
-    WORDS: "errors and the tokens kept out of them (`errors.py`), ties (`tolerance.py`), whole files, tensors "
-    "of an interrupted run (`tensor_cache.py`), devices, memory, progress, entry points, processes, formatting",
-    "document": "blocks of a report, a renderer for each medium, one kit for every picture",
-    "checkpoint": "files on disk or on the Hub, read lazily",
-    "model": "a checkpoint opened through transformers; one streamed pass, one layer of it in memory at a time",
-    "data": "from sources of text to batches of tokens, in named parts; the demo's data",
-    "statistics": "what is measured of MoE layers while text passes them",
-    "divergence": "how far models are from their base on text: KL, loss, flips, and the acceptance rule",
-    "answers": "models that answer prompts and lm-eval's tasks by one interface: in memory, streamed, a server, ONNX",
-    "quality_gate": "statistics, conditions and verdict on what compression cost",
-    "golden": "golden answers of a model, and whether something anywhere still computes them",
-    "recipe": "steps, recipes and plans: what is to be done, as YAML and JSON",
-    OPTIONS: "options and facts of the built-in steps, which load no torch",
-    "steps": "what a step is; from a plan to smaller tensors, the output in the making",
-    "steps.correct": "reconstruction: the remaining experts refitted layer by layer",
-    "steps.split": "each expert as several narrower sub-experts that compute the same",
-    "steps.prune": "which experts stay, merge or go; shared by strategies: `selection.py`, `partition.py`",
-    "steps.routers": "router calibration: weights or biases moved toward the base",
-    "steps.distill": "training toward the base on text",
-    "steps.constants": "constants for experts that are left out, and how many each layer can spare",
-    "steps.quantize": "weights in fewer bits: rounding to nearest or GPTQ, stored as compressed-tensors",
-    "pipeline": "from a recipe to a finished output, step by step; the record of a run",
-    "strategies": "one score each in `ranked.py`, others in files of their own; `compressor/plugins.py` is for plugins",
-    "exporters": "ONNX: `onnx/moe.py` makes the MoE node, `trace.py` the graph, `verify.py` compares it; "
-    "`keep_list.py`: plans as servers take them",
-    "report": "one page to look at; many plans in one table",
-    "hub": "pushing to the Hub, and the model card",
-    TOP: "`compressor.compress` and so on, loaded when they are first used; `api.py` has the functions",
-    "cli": "the command line: one file for a group of commands, listed in `main.py`",
-    "attribution": "which senders steer the routers, and which experts are hubs (`hubs.py`)",
-    "pathways": "C3PO: which experts a token is routed to, changed at test time",
-    "comoe": "LoRA experts with a router beside linear layers",
-    "gguf_files": "the files of llama.cpp: fewer experts, byte for byte",
-}
+_ROWS = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip().splitlines()
+# What lives in each package, by its name.
+ORDER: Mapping[str, str] = {row.split(" | ")[0].removeprefix("| "): row.split(" | ")[1] for row in _ROWS[2:-1]}
 # Found by entry points alone.
 OPTIONAL = ("strategies", "exporters", "attribution", "pathways", "comoe", "gguf_files")
 PLACE = {name: place for place, name in enumerate(ORDER)}
@@ -102,9 +70,7 @@ def imported_modules(node: ast.AST) -> list[str]:
     if not isinstance(node, ast.ImportFrom) or node.module is None:
         return []
     inner = [f"{node.module}.{alias.name}" for alias in node.names]
-    return [
-        name if (ROOT / f"{name.replace('.', '/')}.py").is_file() else node.module for name in inner
-    ]
+    return [name if (ROOT / f"{name.replace('.', '/')}.py").is_file() else node.module for name in inner]
 
 
 def imports() -> list[Import]:
@@ -127,22 +93,17 @@ def arrows(found: Iterable[Import]) -> dict[str, list[str]]:
     return {name: [o for o in others if o != name and (name, o) in pairs] for name in ORDER}
 
 
-def table() -> str:
-    """Return the packages, each after those that it imports, as Markdown."""
-    files_of: dict[str, list[int]] = {name: [] for name in ORDER}
+def page() -> str:
+    """Return docs/architecture.md with the table of packages as it is now, each after those that it imports."""
+    lines_of: dict[str, list[int]] = {name: [] for name in ORDER}
     for file in sources():
-        lines = len(file.read_text(encoding="utf-8").splitlines())
-        files_of[package_of(module_of(file))].append(lines)
+        lines_of[package_of(module_of(file))].append(len(file.read_text(encoding="utf-8").splitlines()))
     reached = arrows(imports())
     rows = ["| package | what lives there | lines | files | imports |", "|---|---|---|---|---|"]
     for name, meaning in ORDER.items():
-        size = f"{sum(files_of[name]):,} | {len(files_of[name])}"
+        size = f"{sum(lines_of[name]):,} | {len(lines_of[name])}"
         rows.append(f"| {name} | {meaning} | {size} | {', '.join(reached[name]) or '-'} |")
-    files = [lines for package in files_of.values() for lines in package]
-    return "\n".join([*rows, f"| all | | {sum(files):,} | {len(files)} | |"])
-
-
-def page() -> str:
-    """Return docs/architecture.md with the table as it is now."""
+    lines = [count for package in lines_of.values() for count in package]
+    rows.append(f"| all | | {sum(lines):,} | {len(lines)} | |")
     before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-    return f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
+    return "\n".join([f"{before}{BEGIN}", *rows, f"{END}{rest.split(END)[1]}"])

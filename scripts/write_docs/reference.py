@@ -2,7 +2,6 @@
 
 import inspect
 import json
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from compressor.cli.settings import SHOWN, recipe_options
 from compressor.model.serving import RULES, Served, breach_text
 from compressor.options import OPTIONS
 from compressor.statistics.statistics import STATISTICS
+from scripts.benchmarks import frame
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reference"
 COMMANDS = "reference/command-line.md"  # in the site
@@ -26,37 +26,6 @@ STEPS = (Prune, Constants, Routers, Distill, Quantize)
 DESCRIBED = (Prune, Correct, *STEPS[1:])
 WHOLE = {"gate": gate.gate, "compare": measure.compare}  # their `--help` shows few options
 VALUES = {"int": "N", "float": "X", "path": "PATH", "str": "TEXT"}
-INTRODUCTION = """\
-# Command line
-
-Every command has `--help`, and those with many options `--help-all`, which say the same as this page. Tables and
-progress go to the terminal; with `--json` a command prints JSON instead. Errors are one sentence on stderr.
-
-| exit status | meaning |
-|---|---|
-| 0 | done; for `gate` and `compress --gate`: the model passes |
-| 1 | `gate` and `compress --gate`: the model fails |
-| 2 | the command was used wrongly, or could not do what was asked |
-| 3 | `gate` and `compress --gate`: the items are too few to tell |
-| 130 | interrupted; the same command resumes where it stopped |
-"""
-SHORTHANDS = """\
-## Shorthands of compress
-
-`compress` and `plan` take these options, too, which only `--help-all` shows. Each is short for the path
-beside it: `--max-drop 0.02` is `--gate.max_drop 0.02`, or `--set gate.max_drop=0.02`. `--option NAME=VALUE` is `--set prune.options.NAME=VALUE`, an
-option of the strategy, and `--no-merge-routers` is `--option merge_routers=false`. `--json` prints JSON, and
-`--imatrix FILE` names the importance matrix by which experts of a GGUF file are chosen. `--bytes SIZE` of `compress`
-[prunes or quantises](../how-to/prune-or-quantise.md) to a size, `--for SERVERS` in formats that these load.
-
-| option | field |
-|---|---|"""
-STEPS_INTRODUCTION = """\
-## Steps of a recipe
-
-The built-in steps and their options, as a [recipe](../how-to/recipes.md) names them; on the command line
-`--step.option value`, or `--set step.option=value`, sets any of them. `moe-compress list steps` lists these and those of [plugins](../plugins.md).
-"""
 OBJECTS = (  # of plans and records, with the schema and the definition that describe them
     ("The plan", "plan", None),
     ("`source`", "plan", "source"),
@@ -95,17 +64,33 @@ def commands() -> dict[str, Any]:
 @cache
 def commands_page() -> str:
     """Return the page of commands and steps as Markdown."""
-    parts = [INTRODUCTION, *(_command_section(*entry) for entry in commands().items()), SHORTHANDS]
+    page = (FOLDER.parent / COMMANDS).read_text(encoding="utf-8")
+    for _, mark, table in TABLES[:3]:
+        page = page.replace(mark, table())
+    return page
+
+
+def command_sections() -> str:
+    """Return a section for each command."""
+    return "\n".join(_command_section(name, command) for name, command in commands().items())
+
+
+def shorthands_table() -> str:
+    """Return a row for each option of `compress` that is short for a path."""
+    rows = []
     for path, option in sorted(recipe_options()):
         if option.name not in ("option", "no_merge_routers", *SHOWN):
-            parts.append(f"| `--{option.name.replace('_', '-')}` | `{path}` |")
-    parts += ["", STEPS_INTRODUCTION, *map(_step_section, DESCRIBED)]
-    return "\n".join(parts)
+            rows.append((f"`--{option.name.replace('_', '-')}`", f"`{path}`"))
+    return frame.table(["option", "field"], rows)
+
+
+def step_sections() -> str:
+    """Return a section for each built-in step."""
+    return "\n".join(map(_step_section, DESCRIBED)).rstrip()
 
 
 def _step_section(step: Any) -> str:
     """Return the options of a step: its fields."""
-    name = getattr(step, "name", "correct, of prune and constants")
     rows = []
     for field, entry in step.model_fields.items():
         default = entry.get_default(call_default_factory=True)
@@ -113,8 +98,9 @@ def _step_section(step: Any) -> str:
             default = default.method
         shown = "" if default is None or default == {} else f" Default: `{json.dumps(default)}`."
         rows.append((f"`{field}`", _cell(entry.description or "") + shown))
+    heading = f"### {getattr(step, 'name', 'correct, of prune and constants')}"
     text = _cell((step.__doc__ or "").partition(OPTIONS)[0])
-    return "\n".join([f"### {name}", "", text, "", *_table("option", rows), ""])
+    return "\n".join([heading, "", text, "", frame.table(["option", "meaning"], rows), ""])
 
 
 def _command_section(name: str, command: Any) -> str:
@@ -128,23 +114,17 @@ def _command_section(name: str, command: Any) -> str:
     usage += [f"{entry.opts[0]} {_value(entry)}" for entry in options if entry.required]
     text = _cell(inspect.cleandoc(command.help or ""))
     lines = [f"## {name}", "", text, "", "```text", f"{' '.join(usage)} [OPTIONS]", "```", ""]
-    if arguments:
-        rows = [(f"`{shown[entry.name]}`", _help(entry)) for entry in arguments]
-        lines += [*_table("argument", rows), ""]
+    tables = {"argument": [(f"`{shown[entry.name]}`", _help(entry)) for entry in arguments]}
     for panel in dict.fromkeys((None, *PANELS, *(entry.rich_help_panel for entry in options))):
-        inside = [entry for entry in options if entry.rich_help_panel == panel and not entry.hidden]
-        rows = []
-        for entry in inside:
-            value = "" if entry.is_flag else f" {_value(entry)}"
-            names = (f"`{name}{value}`" for name in (*entry.opts, *entry.secondary_opts))
-            rows.append((", ".join(names), _help(entry)))
-        lines += [*_table(panel or "option", rows), ""] if rows else []
+        rows = tables.setdefault(panel or "option", [])
+        for entry in options:
+            if entry.rich_help_panel == panel and not entry.hidden:
+                value = "" if entry.is_flag else f" {_value(entry)}"
+                names = [f"`{name}{value}`" for name in (*entry.opts, *entry.secondary_opts)]
+                rows.append((", ".join(names), _help(entry)))
+    for title, rows in tables.items():
+        lines += [frame.table([title, "meaning"], rows), ""] if rows else []
     return "\n".join(lines)
-
-
-def _table(title: str, rows: Iterable[tuple[str, str]]) -> list[str]:
-    lines = [f"| {title} | meaning |", "|---|---|"]
-    return lines + [f"| {name} | {meaning} |" for name, meaning in rows]
 
 
 def _value(option: Any) -> str:
@@ -172,9 +152,7 @@ def _cell(text: str) -> str:
 
 def schema(name: str) -> dict[str, Any]:
     """Return one of the two schemas: plan or compression."""
-    content: dict[str, Any] = json.loads(
-        (FOLDER / f"{name}.schema.json").read_text(encoding="utf-8")
-    )
+    content: dict[str, Any] = json.loads((FOLDER / f"{name}.schema.json").read_text(encoding="utf-8"))
     return content
 
 
@@ -194,13 +172,12 @@ def plan_tables() -> str:
     """Return a heading and a table for each object of plans and records."""
     parts = []
     for title, name, definition in OBJECTS:
-        whole = schema(name)
-        shape = whole if definition is None else whole["$defs"][definition]
-        lines = [f"## {title}", "", "| field | type | meaning |", "|---|---|---|"]
+        shape = schema(name) if definition is None else schema(name)["$defs"][definition]
+        rows = []
         for field, entry in shape["properties"].items():
             needed = "" if field in shape["required"] else ", optional"
-            lines.append(f"| `{field}` | {_type(entry)}{needed} | {entry['description']} |")
-        parts.append("\n".join(lines))
+            rows.append((f"`{field}`", _type(entry) + needed, entry["description"]))
+        parts += [f"## {title}", frame.table(["field", "type", "meaning"], rows)]
     return "\n\n".join(parts)
 
 
@@ -220,40 +197,30 @@ def _type(entry: dict[str, Any]) -> str:
 
 def statistics_page() -> str:
     """Return docs/plugins.md with the table of statistics as it is now."""
-    lines = ["| Statistic | Shape | Meaning |", "|---|---|---|"]
-    for name, entry in STATISTICS.items():
-        lines.append(f"| `{name}` | {entry.shape or '-'} | {entry.meaning} |")
-    before, rest = PLUGINS.read_text(encoding="utf-8").split("<!-- statistics: begin -->")
-    _, after = rest.split("<!-- statistics: end -->")
-    table = "\n".join(lines)
-    return f"{before}<!-- statistics: begin -->\n{table}\n<!-- statistics: end -->{after}"
+    begin, end = "<!-- statistics: begin -->", "<!-- statistics: end -->"
+    rows = [(f"`{name}`", entry.shape or "-", entry.meaning) for name, entry in STATISTICS.items()]
+    before, rest = PLUGINS.read_text(encoding="utf-8").split(begin)
+    return f"{before}{begin}\n{frame.table(['Statistic', 'Shape', 'Meaning'], rows)}\n{end}{rest.split(end)[1]}"
 
 
 def servers_table() -> str:
     """Return a row for each rule of a server."""
     evidence = {"read": "", "run": "; seen when run", "reported": "; reported, not seen"}
-    lines = [
-        "| server | for | full speed where | otherwise, for example | effect | source |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for rule in RULES:
         is_path = ";" not in rule.source and " " not in rule.source
         source = f"`{rule.source}`" if is_path else rule.source
         source += f", {rule.version}, {rule.date}{evidence[rule.evidence]}"
-        example = breach_text(rule, EXAMPLE)
-        cells = (
-            rule.server,
-            ", ".join(rule.families) or rule.whom,
-            rule.needs,
-            example,
-            rule.effect,
-            source,
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        whom, example = ", ".join(rule.families) or rule.whom, breach_text(rule, EXAMPLE)
+        rows.append((rule.server, whom, rule.needs, example, rule.effect, source))
+    columns = ["server", "for", "full speed where", "otherwise, for example", "effect", "source"]
+    return frame.table(columns, rows)
 
 
 TABLES = (  # page of the site, the mark that the table replaces, and what makes it
+    (COMMANDS, "<!-- commands -->", command_sections),
+    (COMMANDS, "<!-- shorthands -->", shorthands_table),
+    (COMMANDS, "<!-- steps -->", step_sections),
     ("reference/plan.md", "<!-- tables -->", plan_tables),
     ("reference/servers.md", "<!-- rules -->", servers_table),
 )

@@ -18,9 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 COLUMNS = "80"
-RUN = re.compile(
-    r"^<!-- run -->\n```(?P<language>bash|python)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
-)
+RUN = re.compile(r"^<!-- run -->\n```(?P<language>bash|python)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 SHOWN = re.compile(
     r"^<!-- shown: (?P<first>[^|;\n]+?)( \| (?P<last>[^;\n]+?))?(; status (?P<status>\d))? -->\n"
     r"```text\n(?P<text>.*?)^```$",
@@ -41,26 +39,22 @@ class Printed:
 
 def masked(text: str) -> list[str]:
     """Return the lines without figures, drawing and spaces, which depend on them."""
-    lines = (
-        re.sub(r"[─━┌┐└┘├┤┬┴┼┏┓┗┛┡┩┯╇┳┻│┃\s]+", " ", line).strip() for line in text.splitlines()
-    )
+    lines = (re.sub(r"[─━┌┐└┘├┤┬┴┼┏┓┗┛┡┩┯╇┳┻│┃\s]+", " ", line).strip() for line in text.splitlines())
     return [re.sub(r"[-+]?\d[\d.,]*( ?[kMG]?B\b)?", "N", line) for line in lines if line]
 
 
 def excerpt(output: str, first: str, last: str | None) -> str:
     """Return the lines from the one that contains `first` to the one that contains `last`."""
-    lines = output.splitlines()
-    begin = next((number for number, line in enumerate(lines) if first in line), None)
-    if begin is None:
-        return f"(no line with {first!r})\n"
     chosen = list[str]()
-    for line in lines[begin:]:
+    for line in output.splitlines():
+        if not chosen and first not in line:
+            continue
         if last is None and not line.strip():
             break
         chosen.append(line.rstrip())
         if last is not None and last in line:
             break
-    return "\n".join(chosen) + "\n"
+    return "\n".join(chosen or [f"(no line with {first!r})"]) + "\n"
 
 
 def run(code: str, language: str, folder: Path) -> tuple[str, int]:
@@ -75,9 +69,7 @@ def run(code: str, language: str, folder: Path) -> tuple[str, int]:
         commands = [[sys.executable, "-m", "compressor", *rest[1:]] for rest in words if rest]
     printed, status = "", 0
     for command in commands:
-        done = subprocess.run(
-            command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=False
-        )
+        done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=False)
         status = done.returncode
         printed += done.stdout.replace(f"{ROOT}/", "")
     return printed, status
@@ -100,9 +92,7 @@ def blocks(page: Path) -> Iterator[Printed]:
                 printed, status = run(match["code"], match["language"], folder)
                 continue
             part = excerpt(printed, match["first"], match["last"])
-            yield Printed(
-                match.start("text"), match["text"], part, int(match["status"] or 0), status
-            )
+            yield Printed(match.start("text"), match["text"], part, int(match["status"] or 0), status)
 
 
 def pages() -> list[Path]:
