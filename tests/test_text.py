@@ -35,6 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_a_documents_loss_is_the_stock_models_everywhere(model: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     ids = tokenizer(SENTENCE, return_tensors="pt")["input_ids"]

@@ -91,6 +91,7 @@ def test_traces_are_what_the_model_writes_and_ends(model: Path, tmp_path: Path, 
     assert run("compress", model, "-o", tmp_path / "small", *flags, "--correct", "ridge").status == 0
 
 
+@pytest.mark.full
 def test_a_server_writes_the_same_traces_and_is_asked_nothing_twice(model: Path, tmp_path: Path, run: Run) -> None:
     assert run(*asked(model, tmp_path / "memory.jsonl")).status == 0
     out = tmp_path / "served.jsonl"
@@ -109,6 +110,7 @@ def test_a_server_writes_the_same_traces_and_is_asked_nothing_twice(model: Path,
     assert json.loads((tmp_path / "served.manifest.json").read_text())["made_by"]["server"] == f"{served.address}/v1"
 
 
+@pytest.mark.full
 def test_loops_and_endings_of_a_served_model(model: Path, tmp_path: Path, run: Run) -> None:
     looper = shutil.copytree(model, tmp_path / "looper")
     small.edit_tensors(looper, lambda tensors: tensors["lm_head.weight"][2].zero_())

@@ -472,9 +472,9 @@ def test_the_table_has_every_reader_and_enough_files() -> None:
     assert {*CASES} == {*READERS}
 
 
-# One reader of YAML is enough for a file whose reading takes seconds.
+# Reading such a file takes seconds.
 PAIRS = [
-    pytest.param(reader, name, marks=(pytest.mark.full,) if name == "many values" and reader != "recipe" else ())
+    pytest.param(reader, name, marks=(pytest.mark.full,) if name == "many values" else ())
     for reader, cases in CASES.items()
     for name in cases
 ]

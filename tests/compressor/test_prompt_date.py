@@ -113,6 +113,7 @@ def test_text_without_a_date_names_none(model: Path, tmp_path: Path, run: Run) -
     assert "date" not in record["plan"]["calibration"]
 
 
+@pytest.mark.full
 def test_runs_that_go_on_on_another_day_keep_their_date(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:

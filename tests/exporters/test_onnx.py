@@ -61,6 +61,7 @@ def stock_logits(model: Any, tokens: Tensor) -> Tensor:
     return logits
 
 
+@pytest.mark.full
 def test_logits_of_many_shapes(made: Made) -> None:
     session = made.session()
     for rows, length in SHAPES:

@@ -115,6 +115,7 @@ def test_a_run_that_breaks_off_goes_on_to_the_same_bytes(tmp_path: Path, tune: A
     assert trained_files(tmp_path / "broken") == trained_files(tmp_path / "whole")
 
 
+@pytest.mark.full
 def test_another_run_does_not_go_on_from_it(tmp_path: Path, tune: Any) -> None:
     tune(tmp_path / "whole", changed(OPTIONS, learning_rate=1e-3))
     with pytest.raises(KeyboardInterrupt):

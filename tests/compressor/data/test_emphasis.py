@@ -105,6 +105,7 @@ def test_routers_get_the_gradient_of_tokens_that_count_so_often(tmp_path: Path) 
     torch.testing.assert_close(one, plain)
 
 
+@pytest.mark.full
 def test_emphasis_by_flag_yaml_and_python_leaves_the_same_bytes(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,6 +108,7 @@ def round_matrices(model: Any) -> None:
             value.copy_(to_blocks(value))
 
 
+@pytest.mark.full
 def test_what_rounds_is_the_same_model(model: Path, run: Run, tmp_path: Path) -> None:
     verdict = json.loads(run("check", model, "--json").out)
     assert verdict["verdict"] == "same" and verdict["largest"] < 1e-4

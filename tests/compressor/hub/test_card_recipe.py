@@ -76,6 +76,7 @@ def test_the_recipe_makes_the_same_plan(wanted: dict[str, Any], extra: list[str]
     assert all(part in recipe for part in extra) and ("correct" in recipe) == ("correct" in wanted)
 
 
+@pytest.mark.full
 def test_protected_experts_are_in_the_recipe_one_by_one(place: Path) -> None:
     listed = [{"layer": 0, "expert": 3}, {"layer": 2, "expert": 15}, {"layer": 2, "expert": 1}]
     (place / "mine.json").write_text(json.dumps([{**entry, "influence": 3.5} for entry in listed]))

@@ -44,6 +44,7 @@ WAYS: dict[str, tuple[Any, ...]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", [way if way == "recipe" else zoo.full(way) for way in WAYS])
 def test_a_run_leaves_the_shapes_that_were_shown(way: str, tmp_path: Path, run: Run) -> None:
     model, text = small.save(tmp_path / "model", intermediate_size=512), small.text_file(tmp_path)

@@ -2,6 +2,7 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,7 +47,8 @@ def test_items_margins_and_what_they_show() -> None:
 def test_the_margin_shown_is_passed_four_times_in_five(flips: float) -> None:
     found = analyse_power([task("t", 2000)], asked())
     assert found.pooled is not None and found.pooled.shown is not None
-    _, lost, gained = simulate_gate.answers(simulate_gate.np.random.default_rng(5), 0.0, flips, 2000, 2000)
+    shares = [0.7 - flips / 2, flips / 2, flips / 2, 0.3 - flips / 2]  # both right, only one, only the other, none
+    _, lost, gained, _ = np.random.default_rng(5).multinomial(2000, shares, size=2000).T
     passing, _ = simulate_gate.exact(lost, gained, 2000, found.pooled.shown[FLIPS.index(flips)])
     assert (passing < 0.05).mean() == pytest.approx(0.8, abs=0.04)
 

@@ -289,7 +289,8 @@ def test_unlike_results_and_items_without_words_are_refused() -> None:
 
 def test_the_simulation_judges_as_the_gate_does() -> None:
     random, margin = np.random.default_rng(4), 0.02
-    both, lost, gained = simulate_gate.answers(random, 0.03, 0.2, 200, 20)
+    # both right, only the base, only the other, none: a fifth flips, with a drop of 0.03
+    both, lost, gained, _ = random.multinomial(200, [0.585, 0.115, 0.085, 0.215], size=20).T
     passing, failing = simulate_gate.exact(lost, gained, 200, margin)
     for i in range(20):
         found = gate(*flipped(int(lost[i]), int(gained[i]), 200, right=int(both[i])), max_drop=margin)

@@ -73,6 +73,7 @@ def test_similarity_groups_and_map_are_those_of_the_stock_experts(tmp_path: Path
         assert expert_map.share == pytest.approx(values[-2:].sum() / values.sum(), abs=1e-3)
 
 
+@pytest.mark.full
 def test_the_page_of_a_model_that_is_not_compressed(tmp_path: Path, run: Run) -> None:
     folder, text = small.save(tmp_path / "model"), small.text_file(tmp_path)
     asked = ("report", folder, "--calibration", text, "--samples", 4, "--sequence-length", 16)

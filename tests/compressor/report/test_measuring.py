@@ -186,6 +186,7 @@ def test_an_output_without_weights_is_told(place: Path) -> None:
     assert ["router rows" in layer.similarity_label for layer in found.layers] == [True, True]
 
 
+@pytest.mark.full
 def test_a_quantised_source_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_COMPRESSOR_CACHE", str(tmp_path / "cache"))
     save_fp8(tmp_path / "in", sizes={"vocab_size": small.VOCABULARY})

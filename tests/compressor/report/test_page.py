@@ -136,6 +136,7 @@ def test_steps_on_the_whole_model_are_told_in_numbers(whole: str) -> None:
         assert (f"{entry['kl']:g}", f"{entry['loss']:g}") in pairwise(cells)
 
 
+@pytest.mark.full
 def test_steps_may_be_repeated_or_change_nothing() -> None:
     again = {**STEPS[1], "result": {**STEPS[1]["result"], "before": 0.125, "after": 0.0625}}
     text = text_of(made(report(2, steps=(*STEPS, again))))

@@ -192,6 +192,7 @@ def _once(model: OpenModel, parts: Sequence[Tensor]) -> dict[str, LayerStatistic
     return statistics(model, DATA, parts, SEED, SAMPLE)
 
 
+@pytest.mark.full
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cuts=st.sets(st.integers(1, 5)))
 def test_statistics_do_not_depend_on_how_batches_are_cut(whole: tuple[OpenModel, Tensor], cuts: set[int]) -> None:
