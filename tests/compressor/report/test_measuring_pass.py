@@ -59,7 +59,7 @@ def make_case(name: str, folder: Path, strategy: str, keep: int = 4) -> Case:
     return Case(stock, model, small, open_model(locate(str(folder / "out")), "float32", "cpu"), plan, parts)
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=zoo.few(CASES, 4))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return make_case(request.param, tmp_path_factory.mktemp(request.param), CASES[request.param])
 
