@@ -92,12 +92,11 @@ def export_checkpoint(
 
 def published_formats() -> list[tuple[str, Any]]:
     """Return names and modules of the exporters whose exports can be pushed."""
-    loaded = working(EXPORTERS, lambda name: (name, load_exporter(name)))
-    return [
-        (name, exporter)
-        for name, exporter in loaded
-        if all(hasattr(exporter, member) for member in PUBLISHING)
-    ]
+    published = []
+    for name, exporter in working(EXPORTERS, lambda name: (name, load_exporter(name))):
+        if all(hasattr(exporter, member) for member in PUBLISHING):
+            published.append((name, exporter))
+    return published
 
 
 def exports_in(folder: Path) -> dict[str, tuple[str, Any]]:
