@@ -41,8 +41,11 @@ full = partial(pytest.param, marks=pytest.mark.full)  # of which `make test` lea
 
 def few(cases: Iterable[Any], count: int) -> list[Any]:
     """Parameters of a test of many cases: `make test` runs it on the first `count`."""
-    some = list(cases)
-    return some[:count] + [full(*case) if isinstance(case, tuple) else full(case) for case in some[count:]]
+    parameters = []
+    for number, case in enumerate(cases):
+        values = case.values if hasattr(case, "marks") else case if isinstance(case, tuple) else (case,)
+        parameters.append(case if number < count else full(*values))
+    return parameters
 
 
 def sweep(names: Iterable[str] = (*FAMILIES, *VARIANTS), but: Collection[str] = ()) -> list[Any]:
