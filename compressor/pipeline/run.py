@@ -414,7 +414,7 @@ def run_steps(run: Run) -> tuple[list[OutputJob], Path]:
                 _change_checkpoint(state, folders[-1])
             continue
         if ranks().is_first:  # what no later step reads
-            for folder in folders[:-1]:
+            for folder in folders[-2:-1]:  # earlier ones are free already
                 drop_tensors(folder)
             for earlier in range(number):
                 shutil.rmtree(work.kept(earlier), ignore_errors=True)
