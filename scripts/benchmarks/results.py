@@ -11,19 +11,18 @@ between its two markers in the page, and draws docs/assets/loss-over-bytes.svg.
 
 import datetime
 import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from scripts.benchmarks import frame
+from scripts.benchmarks import frame, real
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 DATA = DOCS / "assets" / "results"
-PAGE = DOCS / "results.md"
+PAGES = (DOCS / "results.md", DOCS.parent / "README.md")
 PLOT = DOCS / "assets" / "loss-over-bytes.svg"
 DEMO_HELDOUT = str(DOCS.parent / "compressor" / "demo" / "data" / "heldout.jsonl")
 WORK = Path("work")
@@ -44,7 +43,6 @@ DEMO, POINTS = "demo", "points"
 PRESETS = {"`--fast`": ["--fast"], "default": [], "`--best`": ["--best"]}
 # Published criteria, and the colours of their lines.
 PLOTTED = {"reap": "#CC6677", "count-guided": "#AA4499", "enumerate": "#88CCEE", "leave-one-out": "#999933"}
-WIDTH = 118  # columns of a command in the page
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +92,7 @@ def rows_of(content: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
 def measure_comparison(given: Any, experiment: str) -> dict[str, Any]:
     """Compare once for each seed, unless the work folder has the result."""
     flags = (
-        f"{EXPERIMENTS[experiment]} --calibration {given.text} --heldout {given.heldout} --samples 256"
+        f"{EXPERIMENTS[experiment]} --calibration {given.text} --heldout {given.heldout} --samples {given.samples}"
         f" --sequence-length {given.length} --evaluation-samples {EVALUATED}"
     ).split()
     rows = list[dict[str, Any]]()
@@ -152,6 +150,8 @@ def measure(given: Any) -> None:
         if name == DEMO:
             rows = json.loads(frame.run_child([*frame.COMMAND, "demo", "--json"]).output)
             experiments[name] = {"command": "make demo", "date": datetime.date.today().isoformat(), "rows": rows}
+        elif name == real.NAME:
+            experiments[name] = real.measure(given, WORK / given.name / name)
         else:
             experiments[name] = measure_points(given) if name == POINTS else measure_comparison(given, name)
         lines = json.dumps({"title": given.title, "experiments": experiments}, indent=1)
@@ -161,18 +161,6 @@ def measure(given: Any) -> None:
 def shown_share(share: float) -> str:
     """Return a share of the experts as a fraction; 'all' for 1."""
     return "all" if share == 1 else str(Fraction(share).limit_denominator(16))
-
-
-def wrapped(command: str) -> str:
-    """Return a command in lines of the page, broken between options."""
-    lines, line = list[str](), ""
-    for part in re.split(r" (?=--)", command):
-        if line and len(line) + len(part) + 3 > WIDTH:
-            lines.append(f"{line} \\")
-            line = f"    {part}"
-        else:
-            line = f"{line} {part}" if line else part
-    return "\n".join([*lines, line])
 
 
 def strategies_table(subjects: Sequence[Subject]) -> str:
@@ -263,17 +251,21 @@ def section(name: str, subjects: Sequence[Subject]) -> str:
     said = f"Measured on {' and '.join(dates)}"
     if "seeds" in first:
         said += f" with seed{'s' if len(first['seeds']) > 1 else ''} {', '.join(map(str, first['seeds']))}"
-    return f"{TABLES[name](subjects)}\n\n```bash\n{wrapped(first['command'])}\n```\n\n{said}."
+    return f"{TABLES[name](subjects)}\n\n```bash\n{frame.wrapped(first['command'])}\n```\n\n{said}."
 
 
 def written_page(page: str, subjects: Sequence[Subject]) -> str:
     """Return the page with every table between its markers made anew; a table without markers isn't shown."""
     end = "<!-- end of table -->"
-    for name in TABLES:
+    sections = {name: section(name, subjects) for name in TABLES}
+    for subject in subjects:
+        if real.NAME in subject.experiments:
+            sections |= real.sections(subject.name, subject.experiments[real.NAME])
+    for name, content in sections.items():
         start = f"<!-- table: {name} -->"
         before, marker, rest = page.partition(start)
         if marker:
-            page = f"{before}{start}\n{section(name, subjects)}\n{end}{rest.partition(end)[2]}"
+            page = f"{before}{start}\n{content}\n{end}{rest.partition(end)[2]}"
     return page
 
 
@@ -291,15 +283,20 @@ def draw_plot(subjects: Sequence[Subject]) -> None:
 
     from compressor.document.picture import drawing_settings
 
-    subjects = [subject for subject in subjects if subject.rows("sizes")]
+    plotted = list[Subject]()
+    for subject in subjects:
+        if real.NAME in subject.experiments:
+            plotted.insert(0, replace(subject, experiments=real.curves(subject.experiments[real.NAME])))
+        elif subject.rows("sizes"):
+            plotted.append(subject)
     with drawing_settings():
-        canvas = Figure(figsize=(4.6 * len(subjects), 3.9), layout="constrained", facecolor="white")
-        panels = canvas.subplots(1, len(subjects), sharey=True, squeeze=False)[0]
-        for axes, subject in zip(panels, subjects, strict=True):
+        canvas = Figure(figsize=(4.6 * len(plotted), 3.9), layout="constrained", facecolor="white")
+        panels = canvas.subplots(1, len(plotted), sharey=True, squeeze=False)[0]
+        for axes, subject in zip(panels, plotted, strict=True):
             draw_panel(axes, subject)
         panels[0].set_ylabel("increase of the held-out loss (nats per token)")
         handles, labels = panels[0].get_legend_handles_labels()
-        columns = 3 if len(subjects) > 1 else 2
+        columns = 3 if len(plotted) > 1 else 2
         canvas.legend(handles, labels, frameon=False, loc="outside lower center", ncols=columns)
         canvas.savefig(PLOT, format="svg", metadata={"Date": None})
 
@@ -339,8 +336,9 @@ def draw_panel(axes: Any, subject: Subject) -> None:
 
 def main() -> None:
     """Measure, or write the page and the plot."""
-    names = {"name": None, "title": None, "text": DEMO, "heldout": DEMO}
-    parser = frame.options(__doc__, **names, length=128, seeds=[0], only=["all"])
+    names = {"name": None, "title": None, "text": DEMO, "heldout": DEMO, "questions": None}
+    of_real = {"chats": 200, "budget": "165MB", "rows": [real.USUAL], "llama": None, "llama_cpp": None}
+    parser = frame.options(__doc__, **names, samples=256, length=128, seeds=[0], only=["all"], **of_real)
     parser.add_argument("what", choices=("measure", "write"))
     parser.add_argument("model", nargs="?", help="of measure: a folder or an id of the Hub")
     given = parser.parse_intermixed_args()
@@ -350,7 +348,8 @@ def main() -> None:
         measure(given)
         return
     subjects = read_subjects()
-    PAGE.write_text(written_page(PAGE.read_text(encoding="utf-8"), subjects), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(written_page(page.read_text(encoding="utf-8"), subjects), encoding="utf-8")
     draw_plot(subjects)
 
 
