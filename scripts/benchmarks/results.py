@@ -24,7 +24,6 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 DATA = DOCS / "assets" / "results"
 PAGES = (DOCS / "results.md", DOCS.parent / "README.md")
 PLOT = DOCS / "assets" / "loss-over-bytes.svg"
-DEMO_HELDOUT = str(DOCS.parent / "compressor" / "demo" / "data" / "heldout.jsonl")
 WORK = Path("work")
 CRITERIA = (
     "auto,reap,count-guided,enumerate,gated-mass,leave-one-out,hope:interaction=norms,razor"
@@ -39,8 +38,7 @@ EXPERIMENTS: Mapping[str, str] = {
     "corrections": "--ratio 0.5 --strategies auto,reap,hc-smoe --correct none,ridge --random-seeds 1",
     "sub-experts": "--split 1,2,4 --ratio 0.25,0.5 --strategies auto --correct none,ridge --random-seeds 1",
 }
-DEMO, POINTS = "demo", "points"
-PRESETS = {"`--fast`": ["--fast"], "default": [], "`--best`": ["--best"]}
+DEMO = "demo"
 # Published criteria, and the colours of their lines.
 PLOTTED = {"reap": "#CC6677", "count-guided": "#AA4499", "enumerate": "#88CCEE", "leave-one-out": "#999933"}
 
@@ -120,32 +118,13 @@ def shown_command(given: Any, command: str, flags: Sequence[str]) -> str:
     return " ".join(["moe-compress", command, model, *words])
 
 
-def measure_points(given: Any) -> dict[str, Any]:
-    """Compress to half of the experts at each point between seconds and loss, one after the other."""
-    heldout = DEMO_HELDOUT if given.heldout == DEMO else given.heldout
-    sizes = heldout, EVALUATED, given.length
-    base = frame.losses(given.model, *sizes).mean()
-    flags = f"--ratio 0.5 --calibration {given.text} --sequence-length {given.length}".split()
-    rows = list[dict[str, Any]]()
-    for name, preset in PRESETS.items():
-        output = WORK / given.name / f"points{len(rows)}"
-        words = ["compress", given.model, "-o", str(output), *preset, *flags, "--overwrite"]
-        child = frame.run_child([*frame.COMMAND, *words])
-        increase = float(frame.losses(output, *sizes).mean() - base)
-        spent = {"seconds": round(child.seconds, 1), "cpu": round(child.cpu, 1)}
-        rows.append({"name": name, **spent, "increase": round(increase, 5)})
-        print(rows[-1], flush=True)
-    command = shown_command(given, "compress", ["-o", "out", "--best", *flags])
-    return {"command": command, "date": datetime.date.today().isoformat(), "rows": rows}
-
-
 def measure(given: Any) -> None:
     """Measure what was asked for and keep it, beside what was measured before."""
     file = DATA / f"{given.name}.json"
     content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     experiments = content.get("experiments", {})
     (WORK / given.name).mkdir(parents=True, exist_ok=True)
-    known = [*EXPERIMENTS, POINTS, *[DEMO] * (given.name == DEMO)]
+    known = [*EXPERIMENTS, *[DEMO] * (given.name == DEMO)]
     for name in known if given.only == ["all"] else given.only:
         if name == DEMO:
             rows = json.loads(frame.run_child([*frame.COMMAND, "demo", "--json"]).output)
@@ -153,7 +132,7 @@ def measure(given: Any) -> None:
         elif name == real.NAME:
             experiments[name] = real.measure(given, WORK / given.name / name)
         else:
-            experiments[name] = measure_points(given) if name == POINTS else measure_comparison(given, name)
+            experiments[name] = measure_comparison(given, name)
         lines = json.dumps({"title": given.title, "experiments": experiments}, indent=1)
         file.write_text(lines + "\n", encoding="utf-8")
 
@@ -212,18 +191,6 @@ def size_frontier(subject: Subject) -> set[tuple[float, str]]:
     return frontier
 
 
-def points_table(subjects: Sequence[Subject]) -> str:
-    """Return a row for each point between seconds of the processor and loss."""
-    columns, rows = ["half of the experts"], [[name] for name in PRESETS]
-    for subject in (subject for subject in subjects if POINTS in subject.experiments):
-        columns += [f"{subject.title}, CPU seconds", "increase"]
-        for cells in rows:
-            points = subject.rows(POINTS, name=cells[0])
-            seconds = f"{points[0]['cpu']:.0f}" if points else ""
-            cells += [seconds, subject.increase(POINTS, name=cells[0])]
-    return frame.table(columns, rows)
-
-
 def demo_table(subjects: Sequence[Subject]) -> str:
     """Return the table that `make demo` prints."""
     from compressor.formatting import human_bytes, human_count
@@ -239,7 +206,7 @@ def demo_table(subjects: Sequence[Subject]) -> str:
     return frame.table(columns, rows)
 
 
-TABLES = {"strategies": strategies_table, "sizes": sizes_table, POINTS: points_table, DEMO: demo_table}
+TABLES = {"strategies": strategies_table, "sizes": sizes_table, DEMO: demo_table}
 
 
 def section(name: str, subjects: Sequence[Subject]) -> str:
