@@ -91,7 +91,7 @@ def speed(file: str, tokens: str = "64") -> float:
     """Return the tokens a second that llama.cpp writes after the first, greedily."""
     from llama_cpp import Llama
 
-    model = Llama(file, n_ctx=512, verbose=False)
+    model = Llama(file, n_ctx=512, n_threads=os.cpu_count(), verbose=False)
     written = model.generate(model.tokenize(b"Once upon a time"), temp=0.0)
     next(written)
     begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Measure the figures of docs/results.md with today's defaults, and write its tables and its plot.
+"""Measure the figures of README and docs/results.md with today's defaults, and write their tables and the plot.
 
     python -m scripts.benchmarks.results measure ./mixtral --name mixtral --title "small Mixtral" \\
         --text train.jsonl --heldout valid.jsonl --length 256 [--only sizes strategies] [--seeds 0 1]
@@ -6,7 +6,7 @@
 
 `measure` runs `moe-compress compare` for each table and seed (and the demo for --name demo) in the folder `work`, whose
 comparisons it doesn't repeat, and keeps what the tables need in docs/assets/results/NAME.json. `write` puts each table
-between its two markers in the page, and draws docs/assets/loss-over-bytes.svg.
+between its two markers in the pages, and draws docs/assets/loss-over-bytes.svg. `--only real` is in real.py.
 """
 
 import datetime
@@ -211,7 +211,8 @@ TABLES = {"strategies": strategies_table, "sizes": sizes_table, DEMO: demo_table
 
 def section(name: str, subjects: Sequence[Subject]) -> str:
     """Return a table with its command and date; nothing where no model has been measured so."""
-    measured = [subject.experiments[name] for subject in subjects if name in subject.experiments]
+    subjects = [subject for subject in subjects if name in subject.experiments]
+    measured = [subject.experiments[name] for subject in subjects]
     if not measured:
         return ""
     first, dates = measured[0], sorted({experiment["date"] for experiment in measured})

@@ -1,6 +1,7 @@
 """The page of results shows what was measured, and the script keeps what its tables need."""
 
 import json
+import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,9 @@ def test_the_pages_show_the_data_beside_them(page: Path) -> None:
 
 
 def test_the_page_is_short() -> None:
-    assert len(results.PAGES[0].read_text(encoding="utf-8").split()) <= 2000
+    page = results.PAGES[0].read_text(encoding="utf-8")
+    by_hand = re.sub(r"<!-- table: .*?<!-- end of table -->", "", page, flags=re.DOTALL)
+    assert len(by_hand.split()) <= 1000
 
 
 def test_sizes_no_smaller_model_beats_are_bold() -> None:
