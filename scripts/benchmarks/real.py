@@ -205,7 +205,7 @@ def measure(given: Any, folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     bench = Bench(given, folder)
     forward = once(folder / "forward.json", bench.forward)
-    print(f"stock forward pass of {forward['tokens']} tokens: {forward}", flush=True)
+    print(f"a stock forward pass: {forward}", flush=True)
     rows = list[dict[str, Any]]()
     asked = [name for name in ROWS if name not in SLOW] if given.rows == [USUAL] else given.rows
     for name, row in ROWS.items():
@@ -249,7 +249,7 @@ def stock_forward(model: str, text: str, samples: int, length: int) -> dict[str,
             stock(batch, use_cache=False)
         seconds, cpu = time.perf_counter() - seconds, time.process_time() - cpu
     tokens = sum(batch.numel() for batch in batches)
-    return {"tokens": tokens, "seconds": round(seconds, 2), "cpu": round(cpu, 2)}
+    return {"tokens": tokens, "seconds": seconds, "cpu": cpu}
 
 
 def cells(row: Mapping[str, Any], forward: Mapping[str, float]) -> list[str]:

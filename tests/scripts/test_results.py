@@ -77,7 +77,7 @@ def test_rows_of_a_real_model_come_by_size_with_intervals_and_stock_passes() -> 
     assert lines[-1] == cells
 
 
-@pytest.mark.parametrize(("flips", "enough"), [(0.19, True), (0.2, False)])
+@pytest.mark.parametrize(("flips", "enough"), [(0.18, True), (0.2, False)])
 def test_the_verdict_compares_greedy_tokens_with_those_of_int4(flips: float, enough: bool) -> None:
     text = real.verdict(experiment(real_row("default-75", 5, flips), real_row("int4", 6, 0.1)))
     assert ("at least the 90%" in text) is enough and ("quantise this model first" in text) is not enough
