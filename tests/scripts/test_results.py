@@ -100,13 +100,13 @@ def test_a_real_model_is_measured_row_by_row_and_only_once(tmp_path: Path) -> No
     rows = [{"messages": [{"role": "user", "content": f"What is {number}?"}]} for number in range(3)]
     questions.write_text("\n".join(map(json.dumps, rows)))
     files = {"model": str(model), "text": str(text), "heldout": str(text), "questions": str(questions)}
-    sizes = {"samples": 8, "length": 64, "chats": 2, "budget": "1MB", "rows": ["default-75", "random-50"]}
+    sizes = {"samples": 8, "length": 64, "chats": 3, "budget": "1MB", "rows": ["default-75", "random-50"]}
     given = Namespace(**files, **sizes, llama=None, llama_cpp=None)
     measured = real.measure(given, tmp_path / "work")
     default, dropped = measured["rows"]
     experts = AutoConfig.from_pretrained(model).num_local_experts
     assert AutoConfig.from_pretrained(tmp_path / "work" / "random-50").num_local_experts == experts / 2
-    assert default["bytes"] < measured["base"]["bytes"] and default["chats"] == 2 and "chats" not in dropped
+    assert default["bytes"] < measured["base"]["bytes"] and default["chats"] == 3 and "chats" not in dropped
     assert measured["forward"]["tokens"] == 8 * 64 and default["decoding"]["ONNX Runtime"] > 0
     pages = real.sections("tiny", measured)
     assert all(row["command"].split(" --")[0] in pages["tiny, rows"] for row in measured["rows"])
