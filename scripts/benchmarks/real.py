@@ -327,10 +327,11 @@ def sections(name: str, experiment: Mapping[str, Any]) -> dict[str, str]:
     forward, rows = experiment["forward"], experiment["rows"]
     commands = [frame.wrapped(row["command"]) for row in rows]
     block = "\n".join([*commands, frame.wrapped(rows[0]["evaluation"])])
+    chats = max(row.get("chats", 0) for row in rows)
     measured = (
         f"Measured on {experiment['date']}. A stock pass is one of {forward['tokens']:,} tokens of the calibration"
         f" text, {forward['cpu']:.0f} seconds of the processor. The recipes random-75 and random-50 list experts drawn at"
-        " random."
+        f" random. Loops and missed ends are of {chats} chats."
     )
     summary = rows_table(experiment, SUMMARY, ("KL", "seconds", "peak GB"))
     whole = rows_table(experiment, [row["name"] for row in rows])
