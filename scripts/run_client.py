@@ -4,6 +4,7 @@
     python scripts/run_client.py convert CHECKOUT FOLDER OUT.gguf
     python scripts/run_client.py tensors CHECKOUT FILE.gguf EXPECTED.npz
     python scripts/run_client.py llama FILE.gguf TOKENS.npy OUT.npy
+    python scripts/run_client.py speed FILE.gguf [TOKENS]
     python scripts/run_client.py vllm DTYPE FOLDER TOKENS.npy OUT.npy [FOLDER TOKENS.npy OUT.npy ...]
     python scripts/run_client.py vllm-loader DTYPE FOLDER TOKENS.npy OUT.npy [...]
 
@@ -13,6 +14,7 @@ It needs numpy and the client alone. Tokens are [B, L]; what comes out are the l
 import os
 import runpy
 import sys
+import time
 from importlib import import_module
 from importlib.metadata import version as version_of
 from typing import Any
@@ -83,6 +85,19 @@ def llama(file: str, tokens: str, out: str) -> None:
         logits -= logits.max(-1, keepdims=True)
         found.append(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
     np.save(out, np.stack(found))
+
+
+def speed(file: str, tokens: str = "64") -> float:
+    """Return the tokens a second that llama.cpp writes after the first, greedily."""
+    from llama_cpp import Llama
+
+    model = Llama(file, n_ctx=512, n_threads=os.cpu_count(), verbose=False)
+    written = model.generate(model.tokenize(b"Once upon a time"), temp=0.0)
+    next(written)
+    begin = time.perf_counter()
+    for _ in range(int(tokens)):
+        next(written)
+    return int(tokens) / (time.perf_counter() - begin)
 
 
 def vllm(dtype: str, *arguments: str) -> None:
@@ -180,7 +195,7 @@ def use_plain(method: Any, config: Any, layer: Any) -> None:
 def main() -> None:
     """Do what the command line asks for; what is said goes to the last line of stdout."""
     does, *arguments = sys.argv[1:]
-    functions: tuple[Any, ...] = (version, convert, tensors, llama, vllm, vllm_loader)
+    functions: tuple[Any, ...] = (version, convert, tensors, llama, speed, vllm, vllm_loader)
     calls = {function.__name__.replace("_", "-"): function for function in functions}
     print(calls[does](*arguments) or "done")
 

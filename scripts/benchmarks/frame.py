@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import random
+import re
 import resource
 import shlex
 import socket
@@ -24,6 +25,7 @@ from compressor.errors import CompressionError
 
 BARE = [sys.executable, "-c", "import torch, transformers, transformers.modeling_utils"]
 COMMAND = [sys.executable, "-m", "compressor"]
+COLUMNS = 118  # of a command in a page
 
 
 def options(text: str | None, /, **defaults: Any) -> argparse.ArgumentParser:
@@ -161,6 +163,18 @@ def table(columns: Sequence[str], rows: Iterable[Iterable[Any]] = ()) -> str:
     """Return a Markdown table."""
     lines = [row(*columns), "|---" * len(columns) + "|"]
     return "\n".join([*lines, *(row(*cells) for cells in rows)])
+
+
+def wrapped(command: str) -> str:
+    """Return a command in lines of the page, broken between options."""
+    lines, line = list[str](), ""
+    for part in re.split(r" (?=--)", command):
+        if line and len(line) + len(part) + 3 > COLUMNS:
+            lines.append(f"{line} \\")
+            line = f"    {part}"
+        else:
+            line = f"{line} {part}" if line else part
+    return "\n".join([*lines, line])
 
 
 def run(main: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Measure the figures of docs/results.md with today's defaults, and write its tables and its plot.
+"""Measure the figures of README and docs/results.md with today's defaults, and write their tables and the plot.
 
     python -m scripts.benchmarks.results measure ./mixtral --name mixtral --title "small Mixtral" \\
         --text train.jsonl --heldout valid.jsonl --length 256 [--only sizes strategies] [--seeds 0 1]
@@ -6,26 +6,24 @@
 
 `measure` runs `moe-compress compare` for each table and seed (and the demo for --name demo) in the folder `work`, whose
 comparisons it doesn't repeat, and keeps what the tables need in docs/assets/results/NAME.json. `write` puts each table
-between its two markers in the page, and draws docs/assets/loss-over-bytes.svg.
+between its two markers in the pages, and draws docs/assets/loss-over-bytes.svg. `--only real` is in real.py.
 """
 
 import datetime
 import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from scripts.benchmarks import frame
+from scripts.benchmarks import frame, real
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 DATA = DOCS / "assets" / "results"
-PAGE = DOCS / "results.md"
+PAGES = (DOCS / "results.md", DOCS.parent / "README.md")
 PLOT = DOCS / "assets" / "loss-over-bytes.svg"
-DEMO_HELDOUT = str(DOCS.parent / "compressor" / "demo" / "data" / "heldout.jsonl")
 WORK = Path("work")
 CRITERIA = (
     "auto,reap,count-guided,enumerate,gated-mass,leave-one-out,hope:interaction=norms,razor"
@@ -40,11 +38,9 @@ EXPERIMENTS: Mapping[str, str] = {
     "corrections": "--ratio 0.5 --strategies auto,reap,hc-smoe --correct none,ridge --random-seeds 1",
     "sub-experts": "--split 1,2,4 --ratio 0.25,0.5 --strategies auto --correct none,ridge --random-seeds 1",
 }
-DEMO, POINTS = "demo", "points"
-PRESETS = {"`--fast`": ["--fast"], "default": [], "`--best`": ["--best"]}
+DEMO = "demo"
 # Published criteria, and the colours of their lines.
 PLOTTED = {"reap": "#CC6677", "count-guided": "#AA4499", "enumerate": "#88CCEE", "leave-one-out": "#999933"}
-WIDTH = 118  # columns of a command in the page
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +90,7 @@ def rows_of(content: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
 def measure_comparison(given: Any, experiment: str) -> dict[str, Any]:
     """Compare once for each seed, unless the work folder has the result."""
     flags = (
-        f"{EXPERIMENTS[experiment]} --calibration {given.text} --heldout {given.heldout} --samples 256"
+        f"{EXPERIMENTS[experiment]} --calibration {given.text} --heldout {given.heldout} --samples {given.samples}"
         f" --sequence-length {given.length} --evaluation-samples {EVALUATED}"
     ).split()
     rows = list[dict[str, Any]]()
@@ -122,38 +118,21 @@ def shown_command(given: Any, command: str, flags: Sequence[str]) -> str:
     return " ".join(["moe-compress", command, model, *words])
 
 
-def measure_points(given: Any) -> dict[str, Any]:
-    """Compress to half of the experts at each point between seconds and loss, one after the other."""
-    heldout = DEMO_HELDOUT if given.heldout == DEMO else given.heldout
-    sizes = heldout, EVALUATED, given.length
-    base = frame.losses(given.model, *sizes).mean()
-    flags = f"--ratio 0.5 --calibration {given.text} --sequence-length {given.length}".split()
-    rows = list[dict[str, Any]]()
-    for name, preset in PRESETS.items():
-        output = WORK / given.name / f"points{len(rows)}"
-        words = ["compress", given.model, "-o", str(output), *preset, *flags, "--overwrite"]
-        child = frame.run_child([*frame.COMMAND, *words])
-        increase = float(frame.losses(output, *sizes).mean() - base)
-        spent = {"seconds": round(child.seconds, 1), "cpu": round(child.cpu, 1)}
-        rows.append({"name": name, **spent, "increase": round(increase, 5)})
-        print(rows[-1], flush=True)
-    command = shown_command(given, "compress", ["-o", "out", "--best", *flags])
-    return {"command": command, "date": datetime.date.today().isoformat(), "rows": rows}
-
-
 def measure(given: Any) -> None:
     """Measure what was asked for and keep it, beside what was measured before."""
     file = DATA / f"{given.name}.json"
     content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     experiments = content.get("experiments", {})
     (WORK / given.name).mkdir(parents=True, exist_ok=True)
-    known = [*EXPERIMENTS, POINTS, *[DEMO] * (given.name == DEMO)]
+    known = [*EXPERIMENTS, *[DEMO] * (given.name == DEMO)]
     for name in known if given.only == ["all"] else given.only:
         if name == DEMO:
             rows = json.loads(frame.run_child([*frame.COMMAND, "demo", "--json"]).output)
             experiments[name] = {"command": "make demo", "date": datetime.date.today().isoformat(), "rows": rows}
+        elif name == real.NAME:
+            experiments[name] = real.measure(given, WORK / given.name / name)
         else:
-            experiments[name] = measure_points(given) if name == POINTS else measure_comparison(given, name)
+            experiments[name] = measure_comparison(given, name)
         lines = json.dumps({"title": given.title, "experiments": experiments}, indent=1)
         file.write_text(lines + "\n", encoding="utf-8")
 
@@ -161,18 +140,6 @@ def measure(given: Any) -> None:
 def shown_share(share: float) -> str:
     """Return a share of the experts as a fraction; 'all' for 1."""
     return "all" if share == 1 else str(Fraction(share).limit_denominator(16))
-
-
-def wrapped(command: str) -> str:
-    """Return a command in lines of the page, broken between options."""
-    lines, line = list[str](), ""
-    for part in re.split(r" (?=--)", command):
-        if line and len(line) + len(part) + 3 > WIDTH:
-            lines.append(f"{line} \\")
-            line = f"    {part}"
-        else:
-            line = f"{line} {part}" if line else part
-    return "\n".join([*lines, line])
 
 
 def strategies_table(subjects: Sequence[Subject]) -> str:
@@ -224,18 +191,6 @@ def size_frontier(subject: Subject) -> set[tuple[float, str]]:
     return frontier
 
 
-def points_table(subjects: Sequence[Subject]) -> str:
-    """Return a row for each point between seconds of the processor and loss."""
-    columns, rows = ["half of the experts"], [[name] for name in PRESETS]
-    for subject in (subject for subject in subjects if POINTS in subject.experiments):
-        columns += [f"{subject.title}, CPU seconds", "increase"]
-        for cells in rows:
-            points = subject.rows(POINTS, name=cells[0])
-            seconds = f"{points[0]['cpu']:.0f}" if points else ""
-            cells += [seconds, subject.increase(POINTS, name=cells[0])]
-    return frame.table(columns, rows)
-
-
 def demo_table(subjects: Sequence[Subject]) -> str:
     """Return the table that `make demo` prints."""
     from compressor.formatting import human_bytes, human_count
@@ -251,29 +206,34 @@ def demo_table(subjects: Sequence[Subject]) -> str:
     return frame.table(columns, rows)
 
 
-TABLES = {"strategies": strategies_table, "sizes": sizes_table, POINTS: points_table, DEMO: demo_table}
+TABLES = {"strategies": strategies_table, "sizes": sizes_table, DEMO: demo_table}
 
 
 def section(name: str, subjects: Sequence[Subject]) -> str:
     """Return a table with its command and date; nothing where no model has been measured so."""
-    measured = [subject.experiments[name] for subject in subjects if name in subject.experiments]
+    subjects = [subject for subject in subjects if name in subject.experiments]
+    measured = [subject.experiments[name] for subject in subjects]
     if not measured:
         return ""
     first, dates = measured[0], sorted({experiment["date"] for experiment in measured})
     said = f"Measured on {' and '.join(dates)}"
     if "seeds" in first:
         said += f" with seed{'s' if len(first['seeds']) > 1 else ''} {', '.join(map(str, first['seeds']))}"
-    return f"{TABLES[name](subjects)}\n\n```bash\n{wrapped(first['command'])}\n```\n\n{said}."
+    return f"{TABLES[name](subjects)}\n\n```bash\n{frame.wrapped(first['command'])}\n```\n\n{said}."
 
 
 def written_page(page: str, subjects: Sequence[Subject]) -> str:
     """Return the page with every table between its markers made anew; a table without markers isn't shown."""
     end = "<!-- end of table -->"
-    for name in TABLES:
+    sections = {name: section(name, subjects) for name in TABLES}
+    for subject in subjects:
+        if real.NAME in subject.experiments:
+            sections |= real.sections(subject.name, subject.experiments[real.NAME])
+    for name, content in sections.items():
         start = f"<!-- table: {name} -->"
         before, marker, rest = page.partition(start)
         if marker:
-            page = f"{before}{start}\n{section(name, subjects)}\n{end}{rest.partition(end)[2]}"
+            page = f"{before}{start}\n{content}\n{end}{rest.partition(end)[2]}"
     return page
 
 
@@ -291,15 +251,20 @@ def draw_plot(subjects: Sequence[Subject]) -> None:
 
     from compressor.document.picture import drawing_settings
 
-    subjects = [subject for subject in subjects if subject.rows("sizes")]
+    plotted = list[Subject]()
+    for subject in subjects:
+        if real.NAME in subject.experiments:
+            plotted.insert(0, replace(subject, experiments=real.curves(subject.experiments[real.NAME])))
+        elif subject.rows("sizes"):
+            plotted.append(subject)
     with drawing_settings():
-        canvas = Figure(figsize=(4.6 * len(subjects), 3.9), layout="constrained", facecolor="white")
-        panels = canvas.subplots(1, len(subjects), sharey=True, squeeze=False)[0]
-        for axes, subject in zip(panels, subjects, strict=True):
+        canvas = Figure(figsize=(4.6 * len(plotted), 3.9), layout="constrained", facecolor="white")
+        panels = canvas.subplots(1, len(plotted), sharey=True, squeeze=False)[0]
+        for axes, subject in zip(panels, plotted, strict=True):
             draw_panel(axes, subject)
         panels[0].set_ylabel("increase of the held-out loss (nats per token)")
         handles, labels = panels[0].get_legend_handles_labels()
-        columns = 3 if len(subjects) > 1 else 2
+        columns = 3 if len(plotted) > 1 else 2
         canvas.legend(handles, labels, frameon=False, loc="outside lower center", ncols=columns)
         canvas.savefig(PLOT, format="svg", metadata={"Date": None})
 
@@ -339,8 +304,9 @@ def draw_panel(axes: Any, subject: Subject) -> None:
 
 def main() -> None:
     """Measure, or write the page and the plot."""
-    names = {"name": None, "title": None, "text": DEMO, "heldout": DEMO}
-    parser = frame.options(__doc__, **names, length=128, seeds=[0], only=["all"])
+    names = {"name": None, "title": None, "text": DEMO, "heldout": DEMO, "questions": None}
+    of_real = {"chats": 200, "budget": "165MB", "rows": [real.USUAL], "llama": None, "llama_cpp": None}
+    parser = frame.options(__doc__, **names, samples=256, length=128, seeds=[0], only=["all"], **of_real)
     parser.add_argument("what", choices=("measure", "write"))
     parser.add_argument("model", nargs="?", help="of measure: a folder or an id of the Hub")
     given = parser.parse_intermixed_args()
@@ -350,7 +316,8 @@ def main() -> None:
         measure(given)
         return
     subjects = read_subjects()
-    PAGE.write_text(written_page(PAGE.read_text(encoding="utf-8"), subjects), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(written_page(page.read_text(encoding="utf-8"), subjects), encoding="utf-8")
     draw_plot(subjects)
 
 

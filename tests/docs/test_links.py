@@ -65,9 +65,3 @@ def test_counts_in_the_readme_are_those_of_the_code() -> None:
     (steps,) = re.findall(r"\[Recipes\]\([^)]*\)\*\*: (.*?) as YAML", readme)
     named = re.sub(r"\[(\w+)\]\([^)]*\)", r"\1", steps).split(", ")
     assert sorted(named) == sorted(entry_points["moe_compressor.steps"])
-
-
-def test_the_readme_shows_the_measured_table() -> None:
-    readme, results = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/results.md"))
-    rows = re.findall(r"^\|.*%.*\|$", readme, re.MULTILINE)
-    assert len(rows) == 1 + len(demonstration.STRATEGIES) and all(row in results for row in rows)
