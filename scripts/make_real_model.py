@@ -287,6 +287,7 @@ def balanced_clusters(vectors: Tensor, clusters: int, rounds: int = 6) -> Tensor
     return order
 
 
+@torch.no_grad()
 def to_experts(variant: Variant, mlp: Any, inputs: Tensor) -> Experts:
     """Return experts of neurons that fire together on these inputs, [T, H], and a router of their energies."""
     neurons = silu(inputs @ mlp.gate_proj.weight.T) * (inputs @ mlp.up_proj.weight.T)
@@ -314,8 +315,7 @@ def attend(layer: Any, hidden: Tensor, rotary: Any) -> Tensor:
 
 def fit_layer(variant: Variant, layer: Any, inputs: Tensor, targets: Tensor, epochs: int = 2) -> tuple[Experts, float]:
     """Return a layer's experts fitted to targets, both [T, H], and their relative squared error."""
-    with torch.no_grad():
-        experts = to_experts(variant, layer.mlp, inputs[torch.randperm(len(inputs))[:8192]])
+    experts = to_experts(variant, layer.mlp, inputs[torch.randperm(len(inputs))[:8192]])
     optimizer = torch.optim.Adam(experts.parameters(), lr=4e-4, fused=True)
     size = STEP * LENGTH // 2
     steps = epochs * len(inputs) // size

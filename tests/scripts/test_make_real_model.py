@@ -15,14 +15,15 @@ LAYERS = 3
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
-def test_the_stock_model_computes_what_was_trained(variant: Variant) -> None:
+def test_the_stock_model_computes_what_was_trained(variant: Variant, tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 1536, "num_attention_heads": 4, "num_key_value_heads": 2}
     student = LlamaForCausalLM(LlamaConfig(vocab_size=96, num_hidden_layers=2, tie_word_embeddings=True, **sizes))
     for layer in student.model.layers:
         layer.mlp = make_real_model.to_experts(variant, layer.mlp, torch.randn(256, 64))
     student = student.to(torch.bfloat16).float()  # what is stored
-    stock = make_real_model.stock_model(variant, student).float()
+    make_real_model.stock_model(variant, student).save_pretrained(tmp_path)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     tokens = torch.randint(96, (2, 24))
     with torch.no_grad():
         torch.testing.assert_close(stock(tokens).logits, student(tokens).logits, atol=1e-4, rtol=1e-4)
