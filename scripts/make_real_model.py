@@ -441,6 +441,7 @@ def stock_model(variant: Variant, student: Any) -> Any:
         }
         widths = {"moe_intermediate_size": variant.width, "intermediate_size": dense.intermediate_size}
         plain = {"first_k_dense_replace": 0, "use_qk_norm": False, "routed_scaling_factor": 1.0, "topk_group": 1}
+        plain["num_nextn_predict_layers"] = 0  # the class's default announces a head
         config = Glm4MoeConfig(**{**common, "rope_parameters": rope}, **routing, **widths, **plain)
         kind = Glm4MoeForCausalLM
     else:
@@ -469,6 +470,7 @@ def stock_model(variant: Variant, student: Any) -> Any:
             }
     state = {name: value.detach().contiguous().bfloat16() for name, value in state.items()}
     model.load_state_dict(state, assign=True)
+    model.tie_weights()  # assigning has cut the ties
     model.config.dtype = torch.bfloat16
     return model
 
