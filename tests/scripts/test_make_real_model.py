@@ -45,7 +45,11 @@ def test_text_of_a_folder_comes_in_pieces_of_whole_lines_each_once(tmp_path: Pat
         (tmp_path / name).write_text("".join(lines))
     (tmp_path / "left.bin").write_text("not text")
     pieces = make_real_model.pieces(str(tmp_path))
-    assert sorted(line for piece in pieces for line in piece.splitlines(keepends=True)) == sorted(lines)
+    found = "".join(pieces).splitlines(keepends=True)
+    assert len({*found}) == len(found)
+    rest = {*lines} - {*found}  # too short a piece
+    assert {*found} | rest == {*lines}
+    assert len("".join(rest)) <= make_real_model.PIECE / 6
     assert max(map(len, pieces)) <= make_real_model.PIECE
 
 
