@@ -134,6 +134,20 @@ def apply_expert(
     return output
 
 
+def apply_gated(experts: Any, parameters: Parameters, x: Tensor, choices: Choices) -> Tensor:
+    """Return the outputs of experts times the gate weights of the `choices`: [m, H] -> [m, H],
+    float32.
+
+    Neurons are multiplied where they are fewer, and all of the output is a product of them."""
+    gates = choices.weights[:, None]
+    is_product = not (experts.has_bias or getattr(experts, "has_post_expert_norm", False))
+    if not is_product or width_of(experts) >= x.shape[-1]:
+        return apply_expert(experts, parameters, x, choices).float() * gates
+    inner = intermediate(experts, parameters, x, choices)
+    gated = (inner * gates).to(inner.dtype)
+    return _project(experts, parameters, "down_proj", gated, choices).float()
+
+
 class ExpertsView:
     """An experts module whose parameters pass through `change(name, expert, value)` at every
     reading of an expert.

@@ -24,7 +24,7 @@ from compressor.model.experts import (
     CHUNK,
     Choices,
     Parameters,
-    apply_expert,
+    apply_gated,
     expert_parameters,
     moe_hooks,
 )
@@ -38,8 +38,7 @@ from compressor.model.streaming import (
     token_dim,
 )
 
-SHARE = 8  # of a layer in memory on a processor: experts whose gradients exist at the same time
-SMALL = 2**25  # bytes of experts that always go together
+SMALL = 2**20  # bytes of experts that go together on a processor, whose caches hold their tokens
 
 
 @dataclass(slots=True)
@@ -276,15 +275,11 @@ class CutLayer:
 
     @cached_property
     def groups(self) -> list[slice]:
-        """The experts to compute at once: all, but on a processor few enough for little memory
-        beside the layer."""
-        nbytes = sum(value.nbytes for value in self.parameters.values())
-        most = (
-            max(SMALL, nbytes // SHARE)
-            if self.parameters["down_proj"].device.type == "cpu"
-            else nbytes
-        )
-        size = max(1, self.count * most // nbytes)
+        """The experts to compute at once: all, but on a processor few enough for its caches."""
+        size = self.count
+        if self.parameters["down_proj"].device.type == "cpu":
+            nbytes = sum(value.nbytes for value in self.parameters.values())
+            size = max(1, self.count * SMALL // nbytes)
         return [slice(begin, min(begin + size, self.count)) for begin in range(0, self.count, size)]
 
     def slices(self, group: slice) -> Parameters:
@@ -354,10 +349,8 @@ class CutLayer:
             ]
         for values, part in zip(parameters, parts, strict=True):
             computing = {name: value.to(dtype) for name, value in values.items()}
-            output = apply_expert(
-                self.experts, computing, x.index_select(0, part.tokens), part
-            ).float()
-            yield part.tokens, output * part.weights.unsqueeze(1)
+            selected = x.index_select(0, part.tokens)
+            yield part.tokens, apply_gated(self.experts, computing, selected, part)
         if self.constants is not None:
             gates = self.constant_weights(weights, index)
             yield torch.arange(len(x), device=x.device), gates @ self.constants.values
