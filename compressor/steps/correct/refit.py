@@ -36,6 +36,7 @@ from torch.linalg import vector_norm
 
 from compressor.devices import as_float64, float64_device
 from compressor.distributed import ranks
+from compressor.memory import give_back
 from compressor.model.experts import CHUNK, Choices, Parameters, intermediate, width_of
 from compressor.model.loading import set_tensor
 from compressor.model.moe_layer import MoeLayer
@@ -66,22 +67,24 @@ STEPS_OF: Mapping[str, tuple[str, ...]] = {  # of each method; a step that lower
 @dataclass(slots=True)
 class _Chunk:
     """Tokens to fit on or to evaluate on: positions [m], routing, and the layer's residual [m,
-    H]."""
+    H], None where targets are fitted."""
 
     rows: Tensor
     weights: Tensor
     index: Tensor
     # [m]: square roots of the tokens' weights; residual and features are multiplied by them
     scale: Tensor
-    residual: Tensor
+    residual: Tensor | None
 
 
-def _chunks(layer: CutLayer, rows: Tensor) -> list[_Chunk]:
+def _chunks(layer: CutLayer, rows: Tensor, of_targets: bool = False) -> list[_Chunk]:
     """Split the tokens at `rows` into chunks."""
     chunks = []
     for part in layer.recording.chunks(rows):
         scale = layer.token_weights(part).sqrt()
-        residual = layer.gap(part, layer.targets(part)) * scale[:, None]
+        residual = None
+        if not of_targets:
+            residual = layer.gap(part, layer.targets(part)) * scale[:, None]
         chunks.append(_Chunk(part, *layer.route(part), scale, residual))
     return chunks
 
@@ -108,8 +111,8 @@ class _Block:
         return (down if self.layer.experts.is_transposed else down.mT)[:, self.neurons]
 
     def features(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield each chunk's residual [m, H], which of its tokens reach the block, [n], and their
-        features [n, D]."""
+        """Yield each chunk's residual or target [m, H], which of its tokens reach the block, [n],
+        and their features [n, D]."""
         for number, chunk in enumerate(self.chunks):
             if number in self.kept:
                 reached, phi = self.kept[number]
@@ -118,7 +121,10 @@ class _Block:
                 if phi.nbytes <= self.budget:
                     self.budget -= phi.nbytes
                     self.kept[number] = reached, phi
-            yield chunk.residual, reached, phi
+            residual = chunk.residual
+            if residual is None:
+                residual = self.layer.targets(chunk.rows) * chunk.scale[:, None]
+            yield residual, reached, phi
 
     def _computed(self, chunk: _Chunk) -> tuple[Tensor, Tensor]:
         layer = self.layer
@@ -201,9 +207,6 @@ def refit_down(layer: CutLayer, fit_rows: Tensor, heldout_rows: Tensor) -> None:
     places, count = layer.recording.places(fit_rows)
     if getattr(layer.experts, "has_post_expert_norm", False) or not count:
         return
-    step = math.ceil(count / TOKENS)
-    fit = _chunks(layer, fit_rows[places % step == 0])
-    heldout = _chunks(layer, heldout_rows)
     nbytes = sum(value.nbytes for value in layer.parameters.values())
     # so many neurons that the matrices of a block take no more than a quarter of the layer
     width = min(MOST_BLOCK, max(LEAST_BLOCK, math.isqrt(nbytes // (4 * 8 * MATRICES))))
@@ -216,13 +219,21 @@ def refit_down(layer: CutLayer, fit_rows: Tensor, heldout_rows: Tensor) -> None:
         experts = range(first, min(first + together, layer.count))
         for begin in range(0, neurons, width):
             blocks.append((experts, slice(begin, min(begin + width, neurons))))
+    # one block alone outputs all, so its part of the targets is a product of what is there anyway
+    is_alone = len(blocks) == 1 and layer.constants is None and not layer.experts.has_bias
     if len(blocks) > 1:  # one alone has nothing to see of others
         blocks = blocks * SWEEPS
+    step = math.ceil(count / TOKENS)
+    fit = _chunks(layer, fit_rows[places % step == 0], of_targets=is_alone)
+    heldout = _chunks(layer, heldout_rows)
     penalties: Sequence[float] = PENALTIES
     for number, (experts, part) in enumerate(blocks, start=1):
         fitted = _Block(layer, fit, experts, part, nbytes / 8)
         held = _Block(layer, heldout, experts, part)
-        solution = _best(*fitted.normal(), penalties, held.missed)
+        normal, right = fitted.normal()
+        if is_alone:
+            right -= normal @ as_float64(fitted.down.flatten(0, 1)).to(normal)
+        solution = _best(normal, right, penalties, held.missed)
         if solution is None:
             continue
         change = solution[0]
@@ -561,6 +572,7 @@ def correct_layer(
                 if correction.precision == "auto" and recording.inputs.device.type == "cuda":
                     is_narrow = torch.cuda.is_bf16_supported(including_emulation=False)
                 dtype = torch.bfloat16 if is_narrow else torch.float32
+                give_back()  # what ridge has taken
                 progress.start(f"tune {layer.name}", correction.steps)
                 tune(
                     cut,
