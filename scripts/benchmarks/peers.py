@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from compressor.errors import CompressionError
 from scripts.benchmarks import frame
@@ -38,7 +38,7 @@ NOT_NEEDED = {
     "accelerate", "datasets", "deepspeed", "dotenv", "evalplus", "h5py", "lm_eval", "matplotlib",
     "requests", "scipy", "seaborn", "sklearn", "trl", "umap", "uvloop", "vllm", "wandb", "yaml",
 }  # fmt: skip
-ALONE = {"strategy": "reap", "correct": "none", "split": 1}
+ALONE = {"strategy": "reap", "correct": "none", "split": 1, "evaluate": False}
 # Rows in their order: the option that asks for one, and how it's run. Peers are compared with the row of ours before.
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "ours, reap": ("model", ALONE),
@@ -106,7 +106,8 @@ def run_reap(job: dict[str, Any]) -> float:
         model.config.norm_topk_prob = getattr(model.config, "norm_topk_prob", True)
         if glm:
             pruning_metrics.F = SimpleNamespace(softmax=lambda logits, **_: logits.sigmoid())
-    observer = ObserverArgs(record_pruning_metrics_only=True)
+    # What an earlier row observed lies in the same folder.
+    observer = ObserverArgs(record_pruning_metrics_only=True, overwrite_observations=True)
     arguments = (ReapArgs(profile=False), ModelArgs(), DatasetArgs(), observer)
     seen = recording.record_activations(model.eval(), None, *arguments, Path(job["out"]).with_name("out-observed"))
     pruning.prune(seen, model, PruneArgs(prune_method="reap"), job["experts"] - job["keep"], Path(job["out"]))
@@ -128,7 +129,8 @@ def run_llm_compressor(job: dict[str, Any]) -> float:
     # Half an expert more, since the share is rounded down.
     sparsity = (job["experts"] - job["keep"] + 0.5) / job["experts"]
     oneshot(
-        model=model, dataset=Dataset.from_dict({"input_ids": tokens.tolist()}), recipe=REAPPruningModifier(sparsity=sparsity),
+        model=model, tokenizer=AutoTokenizer.from_pretrained(job["model"]),
+        dataset=Dataset.from_dict({"input_ids": tokens.tolist()}), recipe=REAPPruningModifier(sparsity=sparsity),
         num_calibration_samples=len(tokens), max_seq_length=tokens.shape[1], shuffle_calibration_samples=False,
         moe_calibrate_all_experts=False, **job["settings"],
     )  # fmt: skip
