@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# llm-compressor saves Mixtral's experts under names that transformers and vLLM don't know.
+# llm-compressor saves Mixtral's experts under names that transformers doesn't know.
 #
 # Versions: llmcompressor 0.14.0.1, transformers 5.17.0, torch 2.13.0.
 # Guess:    a model that `oneshot` has pruned, and that still computes what it should, is saved as a checkpoint
-#           that stock transformers loads, as Qwen3-MoE's or GLM-4-MoE's is.
+#           that stock transformers loads.
 # Seen:     `load_quantizable_moe` makes a module of each expert after loading, and `save_pretrained` writes
 #           those as mlp.experts.N.gate_proj; a Mixtral is stored as block_sparse_moe.experts.N.w1.
 #           transformers loads the folder with a warning and random experts. After `repack_moe` it is right.
@@ -32,18 +32,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 logger.remove()
 TOKENS = torch.arange(2, 62)[None]
 WORDS = Tokenizer(models.WordLevel({f"word{number}": number for number in range(64)}, "word0"))
-FAMILIES = {
-    "mixtral": {"num_local_experts": 8, "intermediate_size": 32},
-    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 32},
-}
 
-
-def difference(family, repacked):
+def difference(repacked):
     """How far the logits of the saved and loaded model are from those of the pruned one."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        family, vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        head_dim=16, num_experts_per_tok=2, initializer_range=0.3, **FAMILIES[family],
+        "mixtral", num_local_experts=8, intermediate_size=32, vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=16, num_experts_per_tok=2, initializer_range=0.3,
     )
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as output, torch.no_grad():
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -58,10 +53,10 @@ def difference(family, repacked):
         model.save_pretrained(output)
         loaded, report = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True)
         distance = (loaded(TOKENS).logits - expected).abs().max().item()
-    print(f"{family}, repacked {repacked}: missing {sorted(report['missing_keys'])[:2]}, logits differ by {distance:.2g}")
+    print(f"repacked {repacked}: missing {sorted(report['missing_keys'])[:2]}, logits differ by {distance:.2g}")
     return distance
 
 
-mixtral, repacked, qwen = difference("mixtral", False), difference("mixtral", True), difference("qwen3_moe", False)
-sys.exit(0 if mixtral > 0.1 and repacked < 1e-4 and qwen < 1e-4 else "changed")
+saved, repacked = difference(False), difference(True)
+sys.exit(0 if saved > 0.1 and repacked < 1e-4 else "changed")
 END

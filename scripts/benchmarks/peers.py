@@ -118,14 +118,12 @@ def run_llm_compressor(job: dict[str, Any]) -> float:
     """Prune by llm-compressor's `REAPPruningModifier`, routed experts alone computed."""
     from datasets import Dataset
     from llmcompressor import oneshot
-    from llmcompressor.modeling.moe.conversion_mappings import has_linearize_load_mappings
-    from llmcompressor.modeling.moe.linearize import load_quantizable_moe, repack_moe
+    from llmcompressor.modeling.moe.linearize import repack_moe
     from llmcompressor.modifiers.pruning.reap import REAPPruningModifier
 
     tokens = torch.cat(torch.load(job["tokens"]))
     begin = time.process_time()
-    with load_quantizable_moe():
-        model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
     # Half an expert more, since the share is rounded down.
     sparsity = (job["experts"] - job["keep"] + 0.5) / job["experts"]
     oneshot(
@@ -134,9 +132,8 @@ def run_llm_compressor(job: dict[str, Any]) -> float:
         num_calibration_samples=len(tokens), max_seq_length=tokens.shape[1], shuffle_calibration_samples=False,
         moe_calibrate_all_experts=False, **job["settings"],
     )  # fmt: skip
-    # Where it knows no stored names of a family, such as Mixtral, it would save names that transformers can't load.
-    if not has_linearize_load_mappings(model.config.model_type):
-        repack_moe(model)
+    # Mixtral's experts would otherwise be saved under names that transformers doesn't know.
+    repack_moe(model)
     model.save_pretrained(job["out"])
     return begin
 
