@@ -132,9 +132,11 @@ def run_llm_compressor(job: dict[str, Any]) -> float:
         num_calibration_samples=len(tokens), max_seq_length=tokens.shape[1], shuffle_calibration_samples=False,
         moe_calibrate_all_experts=False, **job["settings"],
     )  # fmt: skip
-    # Mixtral's experts would otherwise be saved under names that transformers doesn't know.
+    # Mixtral's experts would otherwise be saved under names that transformers doesn't know, and GLM's config with the
+    # former number of experts.
     repack_moe(model)
     model.save_pretrained(job["out"])
+    model.config.save_pretrained(job["out"])
     return begin
 
 
