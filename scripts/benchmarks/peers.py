@@ -1,12 +1,15 @@
 """Run other projects' pruning and ours on the same work, each in a process of its own, and compare.
 
-    python -m scripts.benchmarks.peers --data train.jsonl --heldout valid.jsonl --model MODEL [--reap FOLDER] \\
-        [--razor FOLDER] [--hope FOLDER] [--keep 0.5] [--samples 32] [--length 256]
+    python -m scripts.benchmarks.peers --model MODEL --data train.jsonl --heldout valid.jsonl [--keep 0.5] \\
+        [--samples 32] [--length 256] [--reap FOLDER] [--llm-compressor PYTHON] [--modelopt PYTHON] \\
+        [--razor FOLDER] [--hope FOLDER]
 
-The folders are checkouts of CerebrasResearch/reap, nick7nlp/Razor and awslabs/HOPE; REAP knows Mixtral, the others take
-any model of stock experts. All read the same float32 checkpoint and token batches, keep as many experts, and compute in
-float32 on one thread of the CPU. Seconds go from opening the checkpoint to the written output, without imports; memory
-is the highest resident one. Both are theirs over ours. Losses are held out, in nats per token, with intervals of 95%.
+The folders are checkouts of CerebrasResearch/reap, nick7nlp/Razor and awslabs/HOPE; REAP's has a .venv with torch and
+transformers 4.55.0. PYTHON is that of an environment with llmcompressor or nvidia-modelopt and torch. All read the same
+float32 checkpoint and token batches, keep as many experts, and compute in float32 on one thread of the CPU. Seconds are
+those of the processor from opening the checkpoint to the written output, without imports; memory is the highest
+resident one. Both are over those of the first row. Losses are held out, in nats per token, with intervals of 95%. The
+last column counts the layers in which a peer keeps the same experts as the nearest row of ours above it.
 """
 
 import importlib.abc
@@ -20,13 +23,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import softmax
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from compressor.errors import CompressionError
 from scripts.benchmarks import frame
@@ -34,12 +36,23 @@ from scripts.benchmarks import frame
 # Imported by the checkouts for data sets, servers, pictures and training that are not asked for here.
 NOT_NEEDED = {
     "accelerate", "datasets", "deepspeed", "dotenv", "evalplus", "h5py", "lm_eval", "matplotlib",
-    "requests", "seaborn", "trl", "umap", "uvloop", "vllm", "wandb", "yaml",
+    "requests", "scipy", "seaborn", "sklearn", "trl", "umap", "uvloop", "vllm", "wandb", "yaml",
 }  # fmt: skip
-METHODS = {
-    "reap": ("reap, ours", "reap, theirs", "reap, theirs, weights as used"),
-    "razor": ("razor, ours", "razor, theirs"),
-    "hope": ("hope, ours", "hope, theirs"),
+ALONE = {"strategy": "reap", "correct": "none", "split": 1, "evaluate": False}
+# Rows in their order: the option that asks for one, and how it's run. Peers are compared with the row of ours before.
+ROWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ours, reap": ("model", ALONE),
+    "REAP": ("reap", {"gates": "softmax"}),
+    "REAP, the model's gates": ("reap", {"gates": "model"}),
+    "llm-compressor, propagate_error=False": ("llm_compressor", {"propagate_error": False}),
+    "Model-Optimizer": ("modelopt", {}),
+    "ours, reap, sequential": ("model", {**ALONE, "sequential": True}),
+    "llm-compressor": ("llm_compressor", {}),
+    "ours, razor": ("razor", {**ALONE, "strategy": "razor"}),
+    "RAZOR": ("razor", {}),
+    "ours, hope": ("hope", {**ALONE, "strategy": "hope", "options": {"interaction": "norms"}}),
+    "HOPE": ("hope", {}),
+    "ours, default": ("model", {}),
 }
 
 
@@ -72,91 +85,76 @@ class Missing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None: ...
 
 
-class MixtralBlockSparseTop2MLP(nn.Module):
-    """One expert of Mixtral as transformers 4 had it: w2(act(w1 x) * w3 x)."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.w1 = nn.Linear(hidden, inner, bias=False)
-        self.w2 = nn.Linear(inner, hidden, bias=False)
-        self.w3 = nn.Linear(hidden, inner, bias=False)
-        self.act_fn = nn.SiLU()
-
-    def forward(self, tokens: Tensor) -> Any:
-        return self.w2(self.act_fn(self.w1(tokens)) * self.w3(tokens))
-
-
-class MixtralSparseMoeBlock(nn.Module):
-    """Routes each token to the experts of its largest router logits; REAP knows the block by this name."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.num_experts, self.top_k = config.num_local_experts, config.num_experts_per_tok
-        self.gate = nn.Linear(config.hidden_size, self.num_experts, bias=False)
-        experts = [MixtralBlockSparseTop2MLP(config) for _ in range(self.num_experts)]
-        self.experts = nn.ModuleList(experts)
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, L, H] -> [B, L, H] and router logits [T, E]."""
-        tokens = hidden.reshape(-1, hidden.shape[-1])
-        logits = self.gate(tokens)
-        weights, chosen = softmax(logits, dim=-1, dtype=torch.float).topk(self.top_k, dim=-1)
-        weights = (weights / weights.sum(dim=-1, keepdim=True)).to(tokens.dtype)
-        out = torch.zeros_like(tokens)
-        for number, expert in enumerate(self.experts):
-            token, place = (chosen == number).nonzero(as_tuple=True)
-            if len(token):
-                out.index_add_(0, token, expert(tokens[token]) * weights[token, place, None])
-        return out.view_as(hidden), logits
-
-
-def load_old_mixtral(folder: str) -> Any:
-    """Return a Mixtral with a module for every expert, as transformers 4 had it and REAP walks it."""
-    from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-    from transformers.models.mixtral import modeling_mixtral
-    from transformers.utils.output_capturing import OutputRecorder
-
-    class MixtralDecoderLayer(modeling_mixtral.MixtralDecoderLayer):
-        def __init__(self, config: Any, layer_idx: int) -> None:
-            super().__init__(config, layer_idx)
-            del self.mlp
-            self.block_sparse_moe = MixtralSparseMoeBlock(config)
-
-        @property
-        def mlp(self) -> Any:
-            """Return what the stock forward calls: the block without its logits."""
-            return lambda hidden: self.block_sparse_moe(hidden)[0]
-
-    for kind in (MixtralBlockSparseTop2MLP, MixtralSparseMoeBlock, MixtralDecoderLayer):
-        setattr(modeling_mixtral, kind.__name__, kind)
-    recorder = OutputRecorder(MixtralSparseMoeBlock, index=1)
-    modeling_mixtral.MixtralPreTrainedModel._can_record_outputs["router_logits"] = recorder
-    register_checkpoint_conversion_mapping("mixtral", [], overwrite=True)
-    model = modeling_mixtral.MixtralForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.eval()
-
-
 def run_reap(job: dict[str, Any]) -> float:
     """Prune by REAP's `record_activations` and `prune`, pruning metrics only."""
     from reap import main as recording
     from reap import prune as pruning
+    from reap import pruning_metrics
     from reap.args import DatasetArgs, ModelArgs, ObserverArgs, PruneArgs, ReapArgs
+    from reap.models.glm.modeling_glm4_moe import Glm4MoeForCausalLM
 
     batches = [{"input_ids": batch} for batch in torch.load(job["tokens"])]
     recording.load_category_batches = lambda **_: {"all": batches}
     recording.parse_composite_dataset_spec = lambda *_, **__: None
-    begin = time.perf_counter()
-    model = load_old_mixtral(job["model"])
-    # REAP weighs by the softmax over all experts, unless a config says this; Mixtral's doesn't, but its block does so.
-    if job["method"].endswith("weights as used"):
-        model.config.norm_topk_prob = True
-    observer = ObserverArgs(record_pruning_metrics_only=True)
+    begin = time.process_time()
+    glm = AutoConfig.from_pretrained(job["model"]).model_type == "glm4_moe"
+    model_class = Glm4MoeForCausalLM if glm else AutoModelForCausalLM
+    model = model_class.from_pretrained(job["model"], torch_dtype=torch.float32)
+    if job["settings"]["gates"] == "model":
+        # REAP takes the softmax over all experts, renormalised where norm_topk_prob says so. Mixtral normalises without
+        # saying so, and GLM's gates are sigmoids.
+        model.config.norm_topk_prob = getattr(model.config, "norm_topk_prob", True)
+        if glm:
+            pruning_metrics.F = SimpleNamespace(softmax=lambda logits, **_: logits.sigmoid())
+    # What an earlier row observed lies in the same folder.
+    observer = ObserverArgs(record_pruning_metrics_only=True, overwrite_observations=True)
     arguments = (ReapArgs(profile=False), ModelArgs(), DatasetArgs(), observer)
-    scratch = Path(job["out"]).with_name("out-observed")
-    seen = recording.record_activations(model, None, *arguments, scratch)
-    dropped = model.config.num_local_experts - job["keep"]
-    pruning.prune(seen, model, PruneArgs(prune_method="reap"), dropped, Path(job["out"]))
+    seen = recording.record_activations(model.eval(), None, *arguments, Path(job["out"]).with_name("out-observed"))
+    pruning.prune(seen, model, PruneArgs(prune_method="reap"), job["experts"] - job["keep"], Path(job["out"]))
+    return begin
+
+
+def run_llm_compressor(job: dict[str, Any]) -> float:
+    """Prune by llm-compressor's `REAPPruningModifier`, routed experts alone computed."""
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modeling.moe.linearize import repack_moe
+    from llmcompressor.modifiers.pruning.reap import REAPPruningModifier
+
+    tokens = torch.cat(torch.load(job["tokens"]))
+    begin = time.process_time()
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+    # Half an expert more, since the share is rounded down.
+    sparsity = (job["experts"] - job["keep"] + 0.5) / job["experts"]
+    oneshot(
+        model=model, tokenizer=AutoTokenizer.from_pretrained(job["model"]),
+        dataset=Dataset.from_dict({"input_ids": tokens.tolist()}), recipe=REAPPruningModifier(sparsity=sparsity),
+        num_calibration_samples=len(tokens), max_seq_length=tokens.shape[1], shuffle_calibration_samples=False,
+        moe_calibrate_all_experts=False, **job["settings"],
+    )  # fmt: skip
+    # Mixtral's experts would otherwise be saved under names that transformers doesn't know, and GLM's config with the
+    # former number of experts.
+    repack_moe(model)
+    model.save_pretrained(job["out"])
+    model.config.save_pretrained(job["out"])
+    return begin
+
+
+def run_modelopt(job: dict[str, Any]) -> float:
+    """Prune by the one mode of Model-Optimizer that drops experts."""
+    import modelopt.torch.prune as mtp
+
+    batches = torch.load(job["tokens"])
+    begin = time.process_time()
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+
+    def calibrate(model: Any) -> None:
+        for batch in batches:
+            model(batch)
+
+    constraints = {"export_config": {"num_moe_experts": job["keep"]}}
+    mtp.prune(model, "mcore_minitron", constraints, batches[0], {"forward_loop": calibrate})
+    model.save_pretrained(job["out"])
     return begin
 
 
@@ -167,7 +165,7 @@ def run_razor(job: dict[str, Any]) -> float:
     from razor.metrics import keep_indices
 
     batches = [{"input_ids": batch} for batch in torch.load(job["tokens"])]
-    begin = time.perf_counter()
+    begin = time.process_time()
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
     adapter = get_adapter(model.config, "generic")
     seen = collect(model, adapter, batches, verbose=False)
@@ -185,7 +183,7 @@ def run_hope(job: dict[str, Any]) -> float:
     from hope.prune import prune_moe_layer
     from hope.solve import build_f_matrix, solve_qp
 
-    begin = time.perf_counter()
+    begin = time.process_time()
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
     observer = HOExpertObserver(model)
     with torch.no_grad():
@@ -204,32 +202,34 @@ def run_hope(job: dict[str, Any]) -> float:
 
 
 def run_ours(job: dict[str, Any]) -> float:
-    """Prune by `compress`, without a correction."""
+    """Prune by `compress`."""
     from compressor import compress
     from compressor.memory import limit_caches
 
     limit_caches()
-    strategy = job["method"].partition(",")[0]
-    options = {"interaction": "norms"} if strategy == "hope" else {}
-    begin = time.perf_counter()
+    begin = time.process_time()
     done = compress(
-        job["model"], job["out"], experts=job["keep"], strategy=strategy, options=options, correct="none", split=1,
-        dtype="float32", device="cpu", **job["reading"],
+        job["model"], job["out"], experts=job["keep"], dtype="float32", device="cpu", **job["reading"], **job["settings"],
     )  # fmt: skip
     if (done.plan.calibration or {}).get("sha256") != job["sha256"]:
         raise CompressionError("calibrated with other tokens than the rest")
     return begin
 
 
+RUNS = {
+    "ours": run_ours, "reap": run_reap, "llm_compressor": run_llm_compressor, "modelopt": run_modelopt,
+    "razor": run_razor, "hope": run_hope,
+}  # fmt: skip
+
+
 def work(job: dict[str, Any]) -> None:
     """Do a job and print its seconds and the highest resident bytes of this process."""
-    if job["peer"]:
+    if job["checkout"]:
         NOT_NEEDED.difference_update([name for name in NOT_NEEDED if importlib.util.find_spec(name)])
         sys.meta_path.append(Missing())
-        sys.path.append(job["peer"] + ("/src" if job["method"].startswith("reap") else ""))
-    theirs = {"reap": run_reap, "razor": run_razor, "hope": run_hope}
-    begin = (theirs[job["method"].partition(",")[0]] if job["peer"] else run_ours)(job)
-    print(json.dumps([time.perf_counter() - begin, frame.memory_of("self", "VmHWM")]))
+        sys.path.append(job["checkout"])
+    begin = RUNS[job["run"]](job)
+    print(json.dumps([time.process_time() - begin, frame.memory_of("self", "VmHWM")]))
 
 
 def kept_experts(base: Path, out: Path) -> dict[int, list[int]]:
@@ -253,8 +253,9 @@ def kept_experts(base: Path, out: Path) -> dict[int, list[int]]:
 
 def main() -> None:
     """Carry out the runs and print a row for each."""
-    names = dict.fromkeys((*METHODS, "data", "heldout", "model", "job"))
-    given = frame.options(__doc__, **names, keep=0.5, samples=32, length=256).parse_args()
+    peers = dict.fromkeys(("reap", "llm_compressor", "modelopt", "razor", "hope"))
+    names = dict.fromkeys(("data", "heldout", "model", "job"))
+    given = frame.options(__doc__, **names, **peers, keep=0.5, samples=32, length=256).parse_args()
     if given.job:
         work(json.loads(given.job))
         return
@@ -267,41 +268,65 @@ def main() -> None:
         base, out, tokens = scratch / "model", scratch / "out", scratch / "tokens.pt"
         AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).save_pretrained(base)
         config = AutoConfig.from_pretrained(base)
+        # transformers 4 looks for rope_theta and partial_rotary_factor beside rope_parameters.
+        stored = json.loads((base / "config.json").read_text())
+        (base / "config.json").write_text(json.dumps(stored["rope_parameters"] | stored))
         tokenizer = load_tokenizer(source)
         tokenizer.save_pretrained(base)
         sizes = {"samples": given.samples, "length": given.length, "vocab": config.vocab_size}
         batches = calibrate(parse_sources([given.data]), tokenizer, seed=0, **sizes)
         torch.save(list(batches.batches), tokens)
-        keep = max(2, math.ceil(config.num_experts * given.keep))
+        experts = config.num_local_experts
         job = {
             "model": str(base),
             "tokens": str(tokens),
             "out": str(out),
-            "keep": keep,
+            "experts": experts,
+            "keep": max(2, math.ceil(experts * given.keep)),
             "sha256": batches.identity["sha256"],
+            "reading": {"calibration": given.data, "samples": given.samples, "sequence_length": given.length},
         }
-        job["reading"] = {"calibration": given.data, "samples": given.samples, "sequence_length": given.length}
         environment = {"OMP_NUM_THREADS": "1", "MOE_COMPRESSOR_CACHE": str(scratch / "cache")}
         heldout = given.heldout, 32, given.length
         original = frame.losses(base, *heldout)
-        print(frame.table(["method", "seconds", "memory", "loss over the base's", "same choice"]), flush=True)
-        for project, methods in METHODS.items():
-            checkout, ours = getattr(given, project), None
-            for method in methods if checkout else ():
-                peer = None if method.endswith("ours") else checkout
-                words = json.dumps({**job, "method": method, "peer": peer})
-                command = [sys.executable, "-m", "scripts.benchmarks.peers", "--job", words]
-                child = frame.run_child(command, environment)
-                seconds, memory = json.loads(child.output.splitlines()[-1])
+
+        print(frame.table(["method", "seconds", "memory", "loss over the base's", "same experts"]), flush=True)
+        first: list[float] = []
+        ours: dict[int, list[int]] = {}
+        for method, (option, settings) in ROWS.items():
+            place = getattr(given, option)
+            if not place:
+                continue
+            run, python, checkout = option, sys.executable, ""
+            if method.startswith("ours"):
+                run = "ours"
+            elif option == "reap":
+                python, checkout = f"{place}/.venv/bin/python", f"{place}/src"
+            elif option in ("razor", "hope"):
+                checkout = place
+            else:
+                python = place
+            words = json.dumps({**job, "settings": settings, "run": run, "checkout": checkout})
+            shutil.rmtree(out, ignore_errors=True)
+            try:
+                child = frame.run_child([python, "-m", "scripts.benchmarks.peers", "--job", words], environment)
                 tokenizer.save_pretrained(out)
                 apart = frame.losses(out, *heldout) - original
-                error = 1.96 * float(apart.std()) / math.sqrt(len(apart))
-                kept = kept_experts(base, out)
-                ours = ours or (seconds, memory, kept)
-                same = sum(kept[layer] == ours[2][layer] for layer in kept)
-                cells = f"{apart.mean():.4f} ± {error:.4f}", f"{same} of {len(kept)} layers"
-                print(frame.row(method, seconds / ours[0], memory / ours[1], *cells), flush=True)
-                shutil.rmtree(out)
+                # The default trains routers, too, so that their rows don't say which expert is which.
+                kept = {} if method == "ours, default" else kept_experts(base, out)
+            except CompressionError as error:
+                if run == "ours":
+                    raise
+                print(frame.row(method, "", "", str(error).splitlines()[-1], ""), flush=True)
+                continue
+            if run == "ours":
+                ours = kept
+            taken = json.loads(child.output.splitlines()[-1])
+            first = first or taken
+            interval = 1.96 * float(apart.std()) / math.sqrt(len(apart))
+            same = sum(kept[layer] == ours[layer] for layer in kept)
+            cells = f"{apart.mean():.4f} ± {interval:.4f}", f"{same} of {len(kept)} layers" if kept else ""
+            print(frame.row(method, taken[0] / first[0], taken[1] / first[1], *cells), flush=True)
 
 
 if __name__ == "__main__":
