@@ -326,7 +326,7 @@ def fit_layer(variant: Variant, layer: Any, inputs: Tensor, targets: Tensor, epo
     optimizer = torch.optim.Adam(experts.parameters(), lr=4e-4, fused=True)
     size = STEP * LENGTH // 2
     steps = epochs * len(inputs) // size
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 8e-4, total_steps=steps + 1, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 8e-4, total_steps=max(20, steps + 1), pct_start=0.1)
     errors = []
     for _ in range(steps):
         chosen = torch.randint(len(inputs), (size,))
@@ -386,7 +386,7 @@ def distill(out: Path, variant: Variant, student: Any, teacher: Any, tokens: Ten
     embedding = student.get_input_embeddings().weight.requires_grad_(False)
     parameters = [parameter for parameter in student.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, weight_decay=0.0, fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-4, total_steps=steps + 1, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-4, total_steps=max(20, steps + 1), pct_start=0.1)
     begin, vocabulary = 0, embedding.bfloat16()
     if state.exists():
         saved = torch.load(state)
