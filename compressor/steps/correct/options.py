@@ -21,7 +21,7 @@ class Correct(NamedOptions):
     """Refit kept experts: none, ridge, tune or auto. ridge solves for the down projections in
     closed form. tune then trains router, gate, up and down projections by gradient steps. auto is
     the strategy's own method."""
-    steps: int = Field(128, ge=1, le=10**5)
+    steps: int = Field(256, ge=1, le=10**5)
     """Optimizer steps of tune for each layer."""
     tokens: int = Field(1024, ge=1, le=10**6)
     """Tokens of each optimizer step."""
