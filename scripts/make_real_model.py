@@ -45,6 +45,7 @@ LENGTH = 512  # tokens of a sequence
 CHATS = 128  # of a batch
 PIECE = 3000  # characters of a document, at most
 STEP = 4  # sequences of a step
+BRIEFLY = " Answer in one sentence."  # else few answers end within the tokens that a benchmark can afford
 SUFFIXES = {".txt", ".md", ".rst", ".gz"}
 
 
@@ -255,6 +256,8 @@ def make_text(out: Path, folder: str | None, tokenizer: Any, sequences: int) -> 
     questions, chats = list[dict[str, Any]](), list[dict[str, Any]]()
     while len(questions) < sequences * 4 // 3:
         questions += batch("questions", len(questions), 0)
+    for row in questions:
+        row["messages"][0]["content"] += BRIEFLY
     write_text(text / "questions.jsonl", questions[: sequences * 4 // 3])
     parts = share_out([{"text": piece} for piece in pieces(folder)], tokenizer, sequences // 2)
     if not parts:

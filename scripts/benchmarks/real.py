@@ -65,6 +65,7 @@ ROWS = {
     "default-75-int4": Row("3/4, default, then int4", "--quantize int4", 0.75, scheme="int4", source="default-75"),
     "default-50": Row("1/2, default", f"--ratio 0.5 {READING}", 0.5, chats=True, decodes=True),
     "int3": Row("all experts, int3", "--quantize int3", scheme="int3"),
+    "default-75-again": Row("3/4, default, another seed", f"--ratio 0.25 --seed 1 {READING}", 0.75),
 }
 for percent, (share, shown) in SHARES.items():
     for method, flags in METHODS.items():
