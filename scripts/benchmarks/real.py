@@ -31,6 +31,7 @@ QUESTIONS = (
 )
 SEQUENCES, LENGTH = 64, 256  # of the held-out text
 NEW_TOKENS = 128  # of an answer
+TOGETHER = 104  # answers: a step of decoding takes hardly longer for more rows
 LETTERS = 160  # of an answer in a table
 CLIENT = str(Path(__file__).parents[1] / "run_client.py")
 WANTED = 0.9  # of the greedy tokens that int4 keeps
@@ -153,7 +154,8 @@ class Bench:
         chats = ["--prompts", f"{self.given.questions}=chats"] if row.chats else []
         text = ["--text", self.given.heldout, "--text-samples", str(SEQUENCES), "--text-length", str(LENGTH)]
         words = ["evaluate", self.given.model, str(self.folder / name), *text, "--prompts", f"{few}=three", *chats]
-        words += ["--limit", str(self.given.chats), "--max-new-tokens", str(NEW_TOKENS), "-o", str(output)]
+        words += ["--limit", str(self.given.chats), "--max-new-tokens", str(NEW_TOKENS)]
+        words += ["--batch-size", str(TOGETHER), "-o", str(output)]
         child = self.run(*words)
         content = json.loads((output / "behaviour.json").read_text(encoding="utf-8"))
         (text_figures,) = content["text"]["domains"]
