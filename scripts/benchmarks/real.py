@@ -29,7 +29,7 @@ QUESTIONS = (
     "Explain photosynthesis in one sentence.",
     "Write a short poem about the sea.",
 )
-SEQUENCES, LENGTH = 64, 256  # of the held-out text
+SEQUENCES, LENGTH = 32, 256  # of the held-out text
 NEW_TOKENS = 128  # of an answer
 TOGETHER = 104  # answers: a step of decoding takes hardly longer for more rows
 LETTERS = 160  # of an answer in a table
