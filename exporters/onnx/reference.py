@@ -27,7 +27,7 @@ PADDING = (0, 3, 6)  # tokens of padding on the left of three sequences of 12 pl
 PADDED_LENGTH = 12
 PROMPT = 8
 CONTINUED = "token by token"  # the case of a text of which the argmax tokens are compared, too
-NUDGED = 4  # of the cases: 2 x 33, enough tokens to meet an unlucky one
+DRAWS = 3  # of nudges of every case: enough to meet a router's near tie, if there are any
 NUDGED_NAME = "nudged"
 PROMPT_SEED = 13
 TEXT_SEED = 15
@@ -57,7 +57,7 @@ class Reference:
 
     model: str
     cases: tuple[Case, ...]
-    # how far a logit moves if every layer's input does by one unit in its last place
+    # how far a logit moves at most if every layer's input does by one unit in its last place
     sensitivity: float = 0.0
 
 
@@ -131,9 +131,10 @@ def questions(model: Any, past: bool, tokens: int) -> tuple[Case, ...]:
     return tuple(cases)
 
 
-def nudge(hidden_states: Tensor) -> Tensor:
+def nudge(hidden_states: Tensor, draw: int = 0) -> Tensor:
     """A layer's input with each value moved to a neighbouring one, up or down by a fixed draw."""
-    up = torch.rand(hidden_states.shape, generator=torch.Generator().manual_seed(NUDGE_SEED)) < 0.5
+    generator = torch.Generator().manual_seed(NUDGE_SEED + draw)
+    up = torch.rand(hidden_states.shape, generator=generator) < 0.5
     return hidden_states.nextafter(torch.where(up, torch.inf, -torch.inf))
 
 
@@ -177,11 +178,12 @@ class _Observer(LayerVisitor):
         return args, kwargs | model_inputs(model, case.tokens, 0, case.mask)
 
     def wrap_forward(self, decoder_layer: str, layer_forward: Forward) -> Forward:
-        """The layer's own forward, of nudged values for the nudged batch."""
-        if self.cases[self.at.batch].name != NUDGED_NAME:
+        """The layer's own forward, of nudged values for the nudged batches."""
+        batch = self.at.batch
+        if self.cases[batch].name != NUDGED_NAME:
             return layer_forward
         return lambda hidden_states, *args, **kwargs: layer_forward(
-            nudge(hidden_states), *args, **kwargs
+            nudge(hidden_states, batch), *args, **kwargs
         )
 
     def on_layer_loaded(self, decoder_layer: str) -> None:
@@ -212,12 +214,15 @@ def observe(
     buffers = partial.model.named_buffers()
     widen(partial.model, [name for name, value in buffers if value.device.type != "meta"])
     cases = questions(partial.model, past, tokens)
-    visitor = _Observer(partial, [*cases, replace(cases[NUDGED], name=NUDGED_NAME)], shown)
+    nudged = [replace(case, name=NUDGED_NAME) for case in cases]
+    visitor = _Observer(partial, [*cases, *DRAWS * nudged], shown)
     batches = [case.tokens for case in visitor.cases]
     phase = "the stock model, layer by layer"
     with partial.model.register_forward_pre_hook(visitor.arguments, with_kwargs=True):
         Pass(replace(opened, partial=partial), batches, progress, phase, to_end=True).run(visitor)
-    *answered, nudged = visitor.cases
-    change = float((answered[NUDGED].logits - nudged.logits).abs().max())
-    sensitivity = change if math.isfinite(change) else 0.0
+    answered = visitor.cases[: len(cases)]
+    changes = [0.0]
+    for case, moved in zip(DRAWS * answered, visitor.cases[len(cases) :], strict=True):
+        changes.append(float((case.real - moved.real).abs().max()))
+    sensitivity = max(filter(math.isfinite, changes))
     return Reference(type(partial.model).__name__, tuple(answered), sensitivity)
