@@ -19,8 +19,9 @@ from compressor.model.experts import matrix_of, parameter_names
 from compressor.model.loading import KeyMap, map_keys, saved_names
 from compressor.model.moe_layer import MoeLayer, decoder_layer_of
 from compressor.model.opened import OpenModel
+from compressor.steps.quantize.options import UNITS
 
-EXPERTS = "experts"
+EXPERTS, DENSE = UNITS
 ALL = "all"
 # by servers, into one matrix
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
@@ -51,13 +52,21 @@ class Matrix:
             return f"{self.owner}.{self.expert}.{'down' if self.part == 'down' else 'in'}"
         return next((f"{parent}.{others[0]}" for others in FUSED if leaf in others), self.module)
 
+    @property
+    def unit(self) -> str:
+        """Which of its decoder layer's units it belongs to."""
+        return DENSE if self.expert is None else EXPERTS
+
     def of(self, model: nn.Module) -> Tensor:
         """Return the matrix [rows, columns] in a live model: a view, which can be written into."""
+        return self.within(model, attrgetter(self.key)(model))
+
+    def within(self, model: nn.Module, value: Tensor) -> Tensor:
+        """Return the matrix [rows, columns] in a `value` of its entry, as a view."""
         if self.expert is None:
-            return attrgetter(self.key)(model)  # type: ignore[no-any-return]
+            return value
         experts = model.get_submodule(self.owner)
-        name = self.key.rpartition(".")[2]
-        return matrix_of(experts, name, getattr(experts, name)[self.expert], self.part)
+        return matrix_of(experts, self.key.rpartition(".")[2], value[self.expert], self.part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,18 @@ class Scheme:
 
     name: str
     group_size: int
+    clip: bool = False  # where the format gains by it, ranges are searched
+
+    @property
+    def label(self) -> str:
+        """The name with the group size, as a decision has it."""
+        return f"{self.name}/{self.group_size}"
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits with those of the scales, in groups of their size."""
+        size = 4096 if self.group_size == ROW else self.group_size
+        return 8 * self.nbytes(size, size, torch.bfloat16) / size**2
 
     @property
     def bits(self) -> int:
