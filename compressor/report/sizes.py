@@ -121,9 +121,9 @@ class PlannedShare:
             tensors[key] = tensors[key].to(self.stored).to(tensors[key].dtype)
         return {key: value.to(self.model.partial.device) for key, value in tensors.items()}
 
-    def rounded(self, formats: Formats, cut: Cut) -> Substitution:
-        """Return the share with these units rounded to nearest; `cut` is its own method, or keeps
-        the last layer's tensors."""
+    def rounded(self, formats: Formats, cut: Cut, clip: bool = True) -> Substitution:
+        """Return the share with these units rounded to nearest, by searched ranges if they `clip`;
+        `cut` is its own method, or keeps the last layer's tensors."""
         by_layer = defaultdict[str, list[tuple[Unit, Scheme]]](list)
         for unit, scheme in formats.items():
             if scheme is not None:
@@ -137,7 +137,7 @@ class PlannedShare:
                 if unit.part == DENSE:
                     model = live
                     values = {each.key: live.get_parameter(each.key) for each in unit.matrices}
-                changed |= round_matrices(model, values, unit.matrices, scheme, self.stored)
+                changed |= round_matrices(model, values, unit.matrices, scheme, self.stored, clip)
             return changed or None
 
         return Substitution(tensors, self.plan.experts)
@@ -312,7 +312,10 @@ def compare_sizes(
         measured = list[Row]()
         for _, group in groupby(trials, key=lambda trial: id(trial[0].model)):
             of_model = list(group)
-            substitutions = [share.rounded(formats, cut) for share, _, formats in of_model]
+            substitutions = [
+                share.rounded(formats, cut, clip=variant.layers is not None)
+                for share, variant, formats in of_model
+            ]
             model = of_model[0][0].model
             results = evaluator.measure(model, substitutions, progress=run.progress)
             for (_, variant, _), figures in zip(of_model, results, strict=True):

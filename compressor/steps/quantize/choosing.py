@@ -80,7 +80,7 @@ def candidates(
         for size in sizes if servers or name.startswith("int") else []:
             readers = loaders(name, size == ROW)
             if all(server in readers for server in servers):
-                schemes.append(Scheme(name, size, clip=known.clipped))
+                schemes.append(Scheme(name, size))
     return sorted(schemes, key=lambda scheme: scheme.bits_per_weight)
 
 
@@ -91,6 +91,7 @@ def round_matrices(
     matrices: Sequence[Matrix],
     scheme: Scheme,
     dtype: torch.dtype,
+    clip: bool = True,
 ) -> dict[str, Tensor]:
     """Return the entries that hold these matrices of one layer, rounded to nearest.
 
@@ -101,7 +102,7 @@ def round_matrices(
 
     def place(matrix: Matrix) -> None:
         value = views[matrix]
-        value.copy_(nearest(scheme, value, dtype, largest.get(matrix.together)))
+        value.copy_(nearest(scheme, value, dtype, largest.get(matrix.together), clip))
 
     with one_thread_each() as pool:
         list(pool.map(place, matrices))
@@ -109,14 +110,18 @@ def round_matrices(
 
 
 def nearest(
-    scheme: Scheme, weight: Tensor, dtype: torch.dtype, largest: Tensor | None = None
+    scheme: Scheme,
+    weight: Tensor,
+    dtype: torch.dtype,
+    largest: Tensor | None = None,
+    clip: bool = True,
 ) -> Tensor:
     """Return the values [O, I] that are loaded of a matrix [O, I], stored in `dtype`, rounded to
     nearest; for NVFP4 with the `largest` [1] weight of what shares its global scale."""
     pieces = []
     for rows in row_chunks(weight.to(dtype)[None]):
         value = rows.float().contiguous()
-        scales = scheme.scales(value, dtype, clip=scheme.clip, largest=largest)
+        scales = scheme.scales(value, dtype, clip, largest)
         pieces.append(scheme.values(scheme.codes(value, scales), scales)[0])
     return torch.cat(pieces)
 
@@ -129,6 +134,7 @@ class Sensitivities:
     schemes: Sequence[Sequence[Format]]  # of each unit
     kl: Sequence[Sequence[float]]
     nbytes: Sequence[Sequence[int]]
+    shape: Tensor  # [units, n] KL of each sequence over the mean, where a unit alone is rounded
 
     @property
     def finest(self) -> list[int]:
@@ -154,7 +160,7 @@ class Sensitivities:
             plain = sum(matrix.rows * matrix.columns for matrix in unit.matrices) * dtype.itemsize
             kls.append([*map(kl_of, own), 0.0])
             sizes.append([*(unit_bytes(unit, scheme, dtype) for scheme in own), plain])
-        return Sensitivities(units, [[*own, None] for own in schemes], kls, sizes)
+        return Sensitivities(units, [[*own, None] for own in schemes], kls, sizes, self.shape)
 
     def total(self, choice: Sequence[int]) -> int:
         """Return the bytes of the matrices in these formats, one number for each unit."""
@@ -163,6 +169,13 @@ class Sensitivities:
     def predicted(self, choice: Sequence[int]) -> float:
         """Return the sum of the units' KLs."""
         return sum(kls[number] for kls, number in zip(self.kl, choice, strict=True))
+
+    def standard_error(self, choice: Sequence[int]) -> float:
+        """Return the standard error over sequences of what is predicted; infinite for one."""
+        kls = [kls[number] for kls, number in zip(self.kl, choice, strict=True)]
+        by_sequence = torch.tensor(kls, dtype=torch.float64) @ self.shape
+        count = len(by_sequence)
+        return float(by_sequence.std()) / math.sqrt(count) if count > 1 else math.inf
 
     def best(self, limit: int, unlike: Sequence[int] = ()) -> list[int] | None:
         """Return the format of each unit at the least sum of KLs, in at most so many bytes; None if
@@ -266,11 +279,13 @@ def sensitivities(
     known = defaultdict[int, list[tuple[float, float]]](list)  # error and KL of a unit's formats
     for (number, place), figure in zip(probed, figures, strict=True):
         known[number].append((errors[units[number]][place], max(figure.means["kl"], LEAST)))
-    kl, nbytes = [], []
+    kl, nbytes, shape = [], [], dict[int, Tensor]()
+    for (number, _), figure in zip(probed, figures, strict=True):
+        shape.setdefault(number, figure.kl.double() / max(figure.means["kl"], LEAST))
     for number, (unit, own) in enumerate(zip(units, schemes, strict=True)):
         kl.append([interpolated(error, known[number]) for error in errors[unit]])
         nbytes.append([unit_bytes(unit, scheme, dtype) for scheme in own])
-    return Sensitivities(units, schemes, kl, nbytes)
+    return Sensitivities(units, schemes, kl, nbytes, torch.stack([*shape.values()]))
 
 
 def unit_bytes(unit: Unit, scheme: Scheme, dtype: torch.dtype) -> int:

@@ -50,12 +50,6 @@ class Scheme:
 
     name: str
     group_size: int
-    clip: bool = False  # where the format gains by it, ranges are searched
-
-    @property
-    def label(self) -> str:
-        """The name with the group size, as a decision has it."""
-        return f"{self.name}/{self.group_size}"
 
     @property
     def bits_per_weight(self) -> float:
