@@ -68,7 +68,7 @@ from compressor.steps.quantize.matrices import (
     find_matrices,
 )
 from compressor.steps.quantize.options import ROW, SERVERS, loaders
-from compressor.steps.quantize.scheme import Scheme, scheme_for
+from compressor.steps.quantize.scheme import LINEAR, Scheme, quantization_config, scheme_for
 from compressor.steps.split.view import partitioned
 
 RIDGE = Correct(method="ridge")
@@ -212,7 +212,8 @@ class PlannedShare:
                 if SERVERS[server] not in loaders(scheme.name, scheme.group_size == ROW):
                     return f"{SERVERS[server]} loads no experts in it"
                 continue
-            fault = loader_fault(scheme.config([]))  # of the one that is installed
+            # of the one that is installed
+            fault = loader_fault(quantization_config({scheme: LINEAR}, []))
             if fault is not None:
                 return fault
             if not find_matrices(self.model, EXPERTS).singly:
@@ -438,8 +439,8 @@ def random_trial(
         order[str(layer.index)] = " ".join(map(str, kept))
     prune = Prune(strategy="listed", options={"order": order}, split=variant.split)
     (drawn,), _ = plan_shares(base, [prune], data, progress, seed, [share.share], folder)
-    changes = {"name": "random", "strategy": "random", "correction": "none", "predicted": None}
-    return drawn, replace(variant, **changes), formats
+    way = replace(variant, name="random", strategy="random", correction="none", predicted=None)
+    return drawn, way, formats
 
 
 def cache_bytes(config: Any, tokens: int, dtype: torch.dtype) -> int:

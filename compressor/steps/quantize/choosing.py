@@ -9,9 +9,8 @@ formats of least sum. Two such choices are measured beside one format for all; t
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from compressor.data.batches import EvaluationSet
 from compressor.devices import one_thread_each
-from compressor.divergence.evaluator import FEWEST, Evaluator, Figures
+from compressor.divergence.evaluator import Evaluator, Figures
 from compressor.errors import CompressionError
 from compressor.formatting import human_bytes
 from compressor.model.opened import OpenModel
@@ -34,6 +33,7 @@ from compressor.steps.quantize.writing import largest_weights
 logger = logging.getLogger(__name__)
 
 PASSES = 1.5  # of the text, that measuring units alone may take
+CHOOSING = 3  # passes of the text that a choice takes at most, with those of what was chosen
 PROBED = 128  # tokens of a sequence of these
 MIDDLE = 4  # bits of the second format that is measured
 ROWS = 32  # of a matrix, by which formats' errors are compared
@@ -98,7 +98,7 @@ def round_matrices(
     `values` are those of the model's entries, which it need not hold itself."""
     copies = {matrix.key: values[matrix.key].detach().clone() for matrix in matrices}
     views = {matrix: matrix.within(model, copies[matrix.key]) for matrix in matrices}
-    largest = largest_weights(scheme, matrices, views.__getitem__)
+    largest = largest_weights({matrices[0].unit: scheme}, matrices, views.__getitem__)
 
     def place(matrix: Matrix) -> None:
         value = views[matrix]
@@ -312,7 +312,7 @@ def interpolated(error: float, known: Sequence[tuple[float, float]]) -> float:
     if error <= fine or coarse <= fine:
         return least * error / fine if fine else least
     power = math.log(max(most, least) / least) / math.log(coarse / fine)
-    return least * (error / fine) ** power
+    return float(least * (error / fine) ** power)
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,10 +349,15 @@ def choose(
             f"quantize: {human_bytes(limit)} are too few for these weights; the smallest possible "
             f"is {human_bytes(least)}"
         )
-    named = {"by layer": first, "by layer, another way": table.best(limit, unlike=first)}
+    named: dict[str, list[int] | None] = {
+        "by layer": first,
+        "by layer, another way": table.best(limit, unlike=first),
+    }
     alike = table.alike(limit)
     if alike is not None:
-        named[f"{table.schemes[0][alike[0]].label} for all"] = alike
+        widest = table.schemes[0][alike[0]]
+        assert widest is not None
+        named[f"{widest.label} for all"] = alike
     choices = {name: choice for name, choice in named.items() if choice is not None}
     variants = [rounding(model, table.formats(choice), dtype) for choice in choices.values()]
     evaluator = Evaluator(model, [EvaluationSet("held-out", tuple(heldout))])

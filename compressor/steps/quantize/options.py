@@ -106,19 +106,6 @@ class Quantize(StepOptions):
                 raise ValueError(f"there is no server {name!r}; {known_names(name, SERVERS)}")
         return names
 
-    @field_validator("layers")
-    @classmethod
-    def _formats(cls, layers: Mapping[str, Mapping[str, str]] | None) -> object:
-        for layer, units in (layers or {}).items():
-            for unit, label in units.items():
-                name, _, size = label.partition("/")
-                if unit not in UNITS or name not in FORMATS or not size.removeprefix("-").isdigit():
-                    raise ValueError(
-                        f"{unit}: {label} of {layer} is no format; write experts or dense, and a "
-                        "name with a group size, such as int4/32"
-                    )
-        return layers
-
     @model_validator(mode="after")
     def _one_choice(self) -> Self:
         named = {"scheme", "group_size"} & self.model_fields_set

@@ -25,13 +25,14 @@ from compressor.progress import Progress
 from compressor.steps.correct.cut_layer import Rows
 from compressor.steps.quantize.gptq import gptq, inverse_factor
 from compressor.steps.quantize.matrices import Matrix
-from compressor.steps.quantize.scheme import Scales
+from compressor.steps.quantize.scheme import Scales, labels
 from compressor.steps.quantize.writing import Writer, largest_weights
-from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
+from compressor.tensor_cache import load_tensors, save_tensors
 
 HESSIANS = 2**25  # bytes of Hessians that exist at a time, but for a single one
 # of those on an accelerator, where a column of many matrices takes as long as that of one
 ON_DEVICE = 2**31
+LITTLE = 1 / 8  # tokens for each column, below which an expert's inputs say little of most columns
 CHUNK = 4096  # tokens whose outer products are added up at once
 
 
@@ -65,26 +66,28 @@ class Quantizing(LayerVisitor):
     def __init__(self, writer: Writer, calibration: Calibration) -> None:
         self.writer = writer
         self.calibration = calibration
+        self.rounded = dict[str, list[int]]()  # experts that saw too little text, by decoder layer
 
     def before_layer(self, decoder_layer: str, replay: Replay) -> None:
         live = self.at.model
-        scheme = self.writer.scheme
         matrices = self.writer.matrices.of(decoder_layer)
         if not matrices:
             return
         # loaded tensors may be the files' own
         for key in dict.fromkeys(matrix.key for matrix in matrices):
             set_tensor(live, key, live.get_parameter(key).detach().clone())
-        file = self.writer.kept / f"{decoder_layer}.safetensors"
-        if read_metadata(file) is not None:
+        file, facts = self.writer.kept_file(decoder_layer)
+        if facts is not None:
             tensors = load_tensors(file)
+            self._note(decoder_layer, facts["rounded"])
             for matrix in matrices:
-                names = scheme.stored(matrix.rows, matrix.columns, self.writer.dtype)
+                names = self.writer.stored(matrix)
                 stored = {name: tensors[f"{matrix.module}.{name}"] for name in names}
-                matrix.of(live).copy_(scheme.unpack(stored))
+                matrix.of(live).copy_(self.writer.scheme(matrix).unpack(stored))
             return
         self.tensors = dict[str, Tensor]()  # of this layer
-        self.largest = largest_weights(scheme, matrices, lambda matrix: matrix.of(live))
+        schemes = self.writer.schemes[decoder_layer]
+        self.largest = largest_weights(schemes, matrices, lambda matrix: matrix.of(live))
         batches = range(len(self.calibration.batches))
         dense = [matrix for matrix in matrices if matrix.expert is None]
         if dense:  # first, so that experts get inputs from the rounded ones
@@ -105,15 +108,21 @@ class Quantizing(LayerVisitor):
                 hooks = moe_hooks(live, layer, on_experts=record, computing=len(layers) > 1)
                 stack.enter_context(hooks)
             replay(batches)
+        rare = list[int]()
         for layer in layers:
             layer_matrices = [matrix for matrix in matrices if matrix.owner == layer.name]
             rows = rows_by_expert(choices.pop(layer.name).value, layer.experts)
             hidden = states.pop(layer.name).value
-            self._quantize_experts(layer, hidden, rows, layer_matrices)
+            rare += self._quantize_experts(layer, hidden, rows, layer_matrices)
         if ranks().is_first:
-            save_tensors(file, self.tensors, {})
+            save_tensors(file, self.tensors, {"schemes": labels(schemes), "rounded": rare})
+        self._note(decoder_layer, rare)
         ranks().barrier()
         self.tensors.clear()
+
+    def _note(self, decoder_layer: str, rare: Sequence[int]) -> None:
+        if rare:
+            self.rounded[decoder_layer] = [*rare]
 
     def _quantize_dense(self, dense: Sequence[Matrix], run: Callable[[], None]) -> None:
         device = self.writer.model.partial.device
@@ -140,12 +149,17 @@ class Quantizing(LayerVisitor):
         hidden: Tensor,
         rows: Sequence[Tensor],
         matrices: Sequence[Matrix],
-    ) -> None:
+    ) -> list[int]:
+        """Round a layer's experts; return those that saw so little text that they were rounded to
+        nearest."""
         experts = self.at.model.get_submodule(layer.name)
         device = self.writer.model.partial.device
         by_part = {(matrix.expert, matrix.part): matrix for matrix in matrices}
         most = max(matrix.columns for matrix in matrices)
         at_once = max(1, (HESSIANS if device.type == "cpu" else ON_DEVICE) // (4 * most**2))
+        counts = ranks().all_reduce(torch.tensor([len(own) for own in rows])).tolist()
+        fewest = min(matrix.columns for matrix in matrices) * LITTLE
+        rare = [expert for expert, count in enumerate(counts) if count < fewest]
         inner = ("gate", "up") if experts.has_gate else ("up",)
         for numbers in torch.arange(layer.experts).split(at_once):
             batch = numbers.tolist()
@@ -166,21 +180,25 @@ class Quantizing(LayerVisitor):
                         inputs = inputs.float()
                         total.addmm_(inputs.T, inputs)
                 total = summed(hessians, same_inputs[-1])
+                for place, expert in enumerate(batch):
+                    if expert in rare:  # no column makes up for another one's error
+                        total[place] = torch.eye(columns, device=device)
                 self._round(same_inputs, inverse_factor(total))
+        return rare
 
     def _round(self, parts: Sequence[Sequence[Matrix]], upper: Tensor) -> None:
         """Round matrices, put their values into the live model, and keep them as they are stored.
 
         Each part has B matrices, of which the first, second and so on have the same inputs, with
         the factor `upper` [B, I, I]."""
-        scheme = self.writer.scheme
+        scheme = self.writer.scheme(parts[0][0])
         dtype = self.writer.dtype
         weights = []
         for matrices in parts:
             weights.append(torch.stack([matrix.of(self.at.model).float() for matrix in matrices]))
         weight = torch.cat(weights, dim=1)
         shared = None
-        if self.largest:
+        if scheme.name == "nvfp4":
             shared = torch.cat([self.largest[matrix.together] for matrix in parts[0]])
         scales = scheme.scales(weight, dtype, clip=True, largest=shared)
         codes = gptq(scheme, weight, scales, upper)
@@ -202,10 +220,11 @@ class Quantizing(LayerVisitor):
 
 def quantize_sequentially(
     writer: Writer, calibration: Calibration, progress: Progress, seed: int
-) -> None:
-    """Quantise all layers by GPTQ in one pass over calibration text.
+) -> dict[str, list[int]]:
+    """Quantise all layers by GPTQ in one pass over calibration text; return by decoder layer the
+    experts that saw too little of it and were rounded to nearest.
 
-    Those that are kept already are not made again.
+    Layers that are kept already are not made again.
     """
     layer_names = {matrix.decoder_layer for matrix in writer.matrices.every}
     text_pass = Pass(
@@ -217,6 +236,8 @@ def quantize_sequentially(
         wanted=layer_names,
         shared=True,
     )
+    visitor = Quantizing(writer, calibration)
     with torch.no_grad():
-        text_pass.run(Quantizing(writer, calibration))
+        text_pass.run(visitor)
     ranks().barrier()
+    return visitor.rounded
