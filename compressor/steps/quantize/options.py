@@ -108,13 +108,14 @@ class Quantize(StepOptions):
 
     @model_validator(mode="after")
     def _one_choice(self) -> Self:
-        named = {"scheme", "group_size"} & self.model_fields_set
         given = [name for name in ("bits", "bytes", "layers") if getattr(self, name) is not None]
-        if self.by_layer and (named or len(given) > 1):
-            raise ValueError(
-                f"{' and '.join([*sorted(named), *given])} exclude each other; bits, or bytes, "
-                "chooses the formats"
-            )
+        # a plan's options hold defaults, too
+        fields = type(self).model_fields
+        given += [
+            name for name in ("scheme", "group_size") if getattr(self, name) != fields[name].default
+        ]
+        if self.by_layer and len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} exclude each other; bits choose the formats")
         if self.servers and not self.by_layer:
             raise ValueError("servers goes with bits or bytes, which choose formats")
         return self

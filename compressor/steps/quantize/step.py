@@ -232,14 +232,14 @@ class QuantizeStep(Step[Quantize]):
             "dequantized": model.layout.quantized,
         }
         if self.options.by_layer:
-            facts["layers"] = {layer: labels(units) for layer, units in schemes.items()}
+            facts["formats"] = {layer: labels(units) for layer, units in schemes.items()}
         return facts
 
     def write(self, state: State) -> OutputJob:
         assert isinstance(state.decision, Mapping)
-        layers = state.decision.get("layers")
+        layers = state.decision.get("formats")
         if layers is not None:
-            layers = value_as(layers, dict[str, dict[str, str]], "quantize.layers")
+            layers = value_as(layers, dict[str, dict[str, str]], "quantize.formats")
         matrices, schemes = self._chosen(state.model, layers)
         writer = Writer(
             state.model, schemes, matrices, state.kept("quantized"), clip=layers is not None
@@ -261,7 +261,7 @@ class QuantizeStep(Step[Quantize]):
         if options.targets == "experts":
             what = "routed experts"
         before = ", which were dequantised first," if plan.get("dequantized") else ""
-        by_layer = plan.get("layers") or {}
+        by_layer = plan.get("formats") or {}
         how = "rounding to nearest with clip search" if by_layer else "rounding to nearest"
         if options.method == "gptq":
             how = "GPTQ with clip search"
