@@ -346,6 +346,8 @@ def compare_sizes(
         rows += measure(trials)
         if limit is not None:
             stored = dict(zip((share for share, _, _ in trials), rows, strict=True))
+            _, reasons = planned[0].variants(grid.schemes, grid.servers)
+            left_out += reasons
             trials = best_trials(base, stored, data, limit, grid, run.progress)
             drawn = random_trial(base, trials, data, run.progress, Path(folder), seed)
             rows += measure([*trials, *([drawn] if drawn else [])])
@@ -376,17 +378,19 @@ def best_trials(
     progress: Progress,
 ) -> list[Trial]:
     """Return the three shares, each with formats by layer, of least predicted KL in `limit` bytes,
-    and all experts in the one format that costs least.
+    and the best of those with one format for all.
 
     Predicted is the measured KL of the share as `stored` and the sum of what rounding each unit of
     the base costs."""
     servers = [SERVERS[name] for name in grid.servers if name in SERVERS]
+    loaded, _ = next(iter(stored)).variants(grid.schemes, grid.servers)
+    names = [variant.scheme for variant, _ in loaded]
     dense = [matrix for matrix in find_matrices(base, ALL).every if matrix.expert is None]
     whole = next(iter(stored))
     units = whole.units(dense)
 
     def formats_of(units: Sequence[Unit]) -> list[list[Scheme]]:
-        return [candidates(unit, servers, grid.schemes) for unit in units]
+        return [candidates(unit, servers, names) for unit in units]
 
     schemes = formats_of(units)
     if not all(schemes):
@@ -400,9 +404,7 @@ def best_trials(
         smaller = share.units(dense)
         own = table.of(smaller, formats_of(smaller), whole.stored)
         size = share.size(chosen_layers(own.formats(own.finest))) - own.total(own.finest)
-        choices = {BY_LAYER: own.best(limit - size)}
-        if share is whole:
-            choices[ONE] = own.alike(limit - size)
+        choices = {BY_LAYER: own.best(limit - size), ONE: own.alike(limit - size)}
         for name, numbers in choices.items():
             if numbers is not None:
                 variant = replace(
@@ -413,9 +415,14 @@ def best_trials(
                     layers=chosen_layers(own.formats(numbers)),
                 )
                 trials.append((share, variant, own.formats(numbers)))
+    if not trials:  # it says how little is possible
+        least = own.coarsest
+        variant = replace(row.variant, scheme=BY_LAYER, bytes=size + own.total(least), layers={})
+        trials.append((share, variant, own.formats(least)))
     ranked = sorted(trials, key=lambda trial: trial[1].predicted or 0.0)
     by_layer = [trial for trial in ranked if trial[1].scheme == BY_LAYER]
-    return by_layer[:TRIED] + [trial for trial in ranked if trial[1].scheme == ONE]
+    alike = [trial for trial in ranked if trial[1].scheme == ONE]
+    return [*by_layer[:TRIED], *alike[:1]]
 
 
 def random_trial(

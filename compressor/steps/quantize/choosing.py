@@ -142,6 +142,11 @@ class Sensitivities:
         bits = [[one.bits_per_weight if one else 0.0 for one in own] for own in self.schemes]
         return [int(np.argmax(of_unit)) for of_unit in bits]
 
+    @property
+    def coarsest(self) -> list[int]:
+        """The format of fewest bytes of each unit."""
+        return [int(np.argmin(sizes)) for sizes in self.nbytes]
+
     def of(
         self, units: Sequence[Unit], schemes: Sequence[Sequence[Scheme]], dtype: torch.dtype
     ) -> "Sensitivities":
@@ -190,7 +195,11 @@ class Sensitivities:
         once = np.zeros((len(counts), len(costs)))
         for row, (begin, count) in enumerate(zip(begins, counts, strict=True)):
             once[row, begin : begin + count] = 1
-        limits = [LinearConstraint(sizes / limit, -np.inf, 1), LinearConstraint(once, 1, 1)]
+        most = sizes.max()
+        limits = [
+            LinearConstraint(sizes / most, -np.inf, limit / most),
+            LinearConstraint(once, 1, 1),
+        ]
         if unlike:
             same = np.zeros(len(costs))
             same[begins + np.asarray(unlike)] = 1
@@ -344,7 +353,7 @@ def choose(
     Raises `CompressionError` naming the smallest possible."""
     first = table.best(limit)
     if first is None:
-        least = table.total([int(np.argmin(sizes)) for sizes in table.nbytes])
+        least = table.total(table.coarsest)
         raise CompressionError(
             f"quantize: {human_bytes(limit)} are too few for these weights; the smallest possible "
             f"is {human_bytes(least)}"

@@ -28,7 +28,8 @@ def quantized(model: OpenModel, stock: Any, folder: Path, targets: str = "expert
     """The scheme and what every matrix was rounded to, by module, in one pass over random tokens."""
     matrices = find_matrices(model, targets)
     scheme = scheme_for("int4", 4, [matrix.columns for matrix in matrices.every])
-    writer = Writer(model, scheme, matrices, folder)
+    schemes = {layer: {"experts": scheme, "dense": scheme} for layer in model.architecture.decoder_layers}
+    writer = Writer(model, schemes, matrices, folder)
     parts = opened_models.calibration(opened_models.batches(stock, (4, 4), 32))
     quantize_sequentially(writer, parts, Silent(), 0)
     found = dict[str, Tensor]()
