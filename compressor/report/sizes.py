@@ -51,7 +51,7 @@ from compressor.steps.prune.options import Prune
 from compressor.steps.prune.planning import Planner, protected_experts, spec_of
 from compressor.steps.quantize.matrices import EXPERTS, Matrix, expert_matrices, find_matrices
 from compressor.steps.quantize.options import ROW, SERVERS, loaders
-from compressor.steps.quantize.scheme import Scheme, scheme_for
+from compressor.steps.quantize.scheme import LINEAR, Scheme, quantization_config, scheme_for
 from compressor.steps.quantize.writing import largest_weights, rounded
 from compressor.steps.split.view import partitioned
 
@@ -110,7 +110,7 @@ class PlannedShare:
         empty = {key: smaller.get_parameter(key) for key in copies}
         for key, value in copies.items():
             set_tensor(smaller, key, value)
-        largest = largest_weights(scheme, matrices, lambda matrix: matrix.of(smaller))
+        largest = largest_weights({EXPERTS: scheme}, matrices, lambda matrix: matrix.of(smaller))
         for matrix in matrices:
             value = matrix.of(smaller)
             weight = value.to(self.stored)[None]
@@ -176,7 +176,9 @@ class PlannedShare:
                 if SERVERS[server] not in loaders(scheme.name, scheme.group_size == ROW):
                     return f"{SERVERS[server]} loads no experts in it"
                 continue
-            fault = loader_fault(scheme.config([]))  # of the one that is installed
+            fault = loader_fault(
+                quantization_config({scheme: LINEAR}, [])
+            )  # of the one that is installed
             if fault is not None:
                 return fault
             if not find_matrices(self.model, EXPERTS).singly:

@@ -5,7 +5,8 @@ Experts are stored one module each: by the names that their family publishes whe
 knows such, also if this checkpoint stores them fused, and otherwise as `<experts
 module>.<number>.gate_proj`, `.up_proj` and `.down_proj`."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from operator import attrgetter
@@ -21,12 +22,16 @@ from compressor.model.moe_layer import MoeLayer, decoder_layer_of
 from compressor.model.opened import OpenModel
 
 EXPERTS = "experts"
+DENSE = "dense"
 ALL = "all"
 # by servers, into one matrix
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 # the parts in a tensor of experts, by the last part of its name; in any other are gate and up
 PARTS: Mapping[str, tuple[str, ...]] = {"down_proj": ("down",), "up_proj": ("up",)}
 GATE_AND_UP = ("gate", "up")
+NUMBERED = re.compile(
+    r"(\w+)\.(\d+)\.(.*)"
+)  # a module's name from the part before its layer's number on
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,11 @@ class Matrix:
     owner: str  # the module that holds the entry
     expert: int | None = None
     part: str = ""  # of an expert: gate, up or down
+
+    @property
+    def unit(self) -> str:
+        """The part of its decoder layer that has one number format: experts or dense."""
+        return DENSE if self.expert is None else EXPERTS
 
     @property
     def together(self) -> str:
@@ -138,6 +148,29 @@ def find_matrices(model: OpenModel, targets: str) -> Matrices:
         singly=bool(singles),
         stored=stored,
     )
+
+
+def target_patterns(matrices: Iterable[Matrix]) -> list[str]:
+    """Return compressed-tensors' patterns for the modules of whole units, one for all layers and
+    experts of a kind; by the names that they have in checkpoints and in transformers.
+
+    transformers takes the first pattern that speaks of experts for that of the routed ones: theirs
+    come first, and others spell the word in another way."""
+    layers: dict[tuple[str, str], dict[str, None]] = {}
+    for matrix in sorted(matrices, key=lambda matrix: matrix.unit == DENSE):
+        for name in (matrix.module, matrix.owner):
+            found = NUMBERED.search(name)
+            assert found is not None, name
+            container, number, rest = found.groups()
+            if matrix.expert is None:
+                rest = re.escape(rest).replace("experts", "expert[s]") + "$"
+            else:
+                rest = re.escape(re.split(r"\.\d", rest)[0]) + r"\."
+            layers.setdefault((container, rest), {})[number] = None
+    patterns = []
+    for (container, rest), numbers in layers.items():
+        patterns.append(rf"re:.*\b{container}\.({'|'.join(numbers)})\.{rest}")
+    return patterns
 
 
 def expert_matrices(model: nn.Module, layers: Sequence[MoeLayer]) -> list[Matrix]:
