@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import torch
@@ -176,7 +177,7 @@ class Scheme:
                 best = highest
                 scales = highest
                 least = torch.full_like(highest, math.inf)
-                ranges = [sign * factor * highest for factor in FACTORS for sign in signs]
+                ranges = [sign * factor * highest for factor, sign in product(FACTORS, signs)]
                 for step in (*STEPS, 0):
                     for tried in ranges:
                         stored = self._stored_scales(tried.abs(), overall, dtype).copysign_(tried)

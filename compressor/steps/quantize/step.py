@@ -296,5 +296,5 @@ class QuantizeStep(Step[Quantize]):
         rounded = ((planned.result or {}).get("rounded") or {}).values()
         if rounded:
             experts = counted(sum(map(len, rounded)), "expert")
-            summary += f"; {experts} saw too little text and were rounded to nearest"
+            summary += f"; {experts} saw too little text: their down was rounded to nearest"
         return Section(self.name, summary, ways=[f"quantisation to {to}"], limits=limits)
