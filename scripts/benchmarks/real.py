@@ -77,7 +77,7 @@ for percent, (share, shown) in SHARES.items():
 ROWS["budget"] = Row("best pair in {budget}", f"--bytes {{budget}} {READING}", 0, "budget")
 USUAL = "usual"
 SLOW = ("best-75", "best-50", "budget")  # that are measured only when they are named
-SUMMARY = ("int4", "default-75", "fast-75", "reap-75", "default-75-int4", "default-50", "reap-50")
+SUMMARY = ("int4", "default-75", "fast-75", "default-50", "reap-50")
 ANSWERED = ("default-75", "default-50", "reap-75")
 COLUMNS = ("model", "MB", "loss", "KL", "same token", "loops", "missed ends", "stock passes", "seconds", "peak GB")
 
