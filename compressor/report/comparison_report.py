@@ -92,9 +92,10 @@ class Comparison:
 
     @property
     def fitting(self) -> list[Row]:
-        """Rows within the limit, the least KL first."""
+        """Rows within the limit, the least KL first; none that was drawn at random."""
         limit = math.inf if self.limit is None else self.limit
         rows = [row for row in self.rows if row.variant.bytes + self.cache <= limit]
+        rows = [row for row in rows if not row.variant.is_random]
         return sorted(rows, key=lambda row: (sort_key(row.kl), row.variant.bytes))
 
     @property
@@ -293,6 +294,7 @@ def columns_of(comparison: Comparison) -> list[Column]:
         Column("worst source", worst_source, len(comparison.evaluation) > 1),
         Column("perplexity", number("perplexity", "{:.4g}".format)),
         Column("KL", number("kl", error="kl_error")),
+        Column("predicted KL", number("predicted", "{:.4f}".format), comparison.limit is not None),
         Column("flips", number("flips")),
         Column(
             "behind",
@@ -401,13 +403,11 @@ def sentences(comparison: Comparison) -> list[str]:
     tried."""
     if not comparison.formats:
         return []
-    untried = [
-        "GPTQ in place of rounding to nearest",
-        *comparison.formats_left_out,
-        "other group sizes",
-        "fewer bits for attention",
-    ]
+    untried = ["GPTQ in place of rounding to nearest", *comparison.formats_left_out]
+    if comparison.limit is None:
+        untried += ["other group sizes", "fewer bits for attention"]
     smaller = [row.variant for row in comparison.rows if row.variant.name != "base"]
+    smaller = [variant for variant in smaller if not variant.is_random]
     strategies = dict.fromkeys(variant.name for variant in smaller)
     if strategies:
         untried.append(f"strategies other than {', '.join(strategies)}")
@@ -435,7 +435,7 @@ def choice(comparison: Comparison) -> list[str]:
     fitting = comparison.fitting
     name_of = comparison.name_of
     if not fitting:
-        least = min(comparison.rows, key=lambda row: row.variant.bytes)
+        least = min(comparison.rows, key=lambda row: (row.variant.bytes, row.variant.is_random))
         size = human_bytes(least.variant.bytes)
         return [f"Nothing fits in {limit}: the smallest is {name_of(least)}, with {size}."]
     best = fitting[0]

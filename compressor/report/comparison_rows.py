@@ -36,6 +36,9 @@ class Variant:
     top_k: int | None = None  # experts that a token is routed to, where that was chosen
     share: float | None = None  # of the experts that stay
     scheme: str = STORED  # the format: none as stored, or that of the step `quantize`
+    # where formats differ by layer, as the option of that step has them
+    layers: Mapping[str, Mapping[str, str]] | None = None
+    predicted: float | None = None  # KL, before it was measured
     group_size: int | None = None  # weights of a row that share a scale, -1 for all
     parameters: int
     bytes: int  # of all tensors

@@ -22,6 +22,8 @@ TRANSFORMERS = "transformers"
 SERVED = (*SERVERS, TRANSFORMERS)  # that formats can be chosen for
 
 
+# shares of the experts that a limit of bytes chooses among
+FITTING = (1, Fraction(7, 8), Fraction(3, 4), Fraction(5, 8), Fraction(1, 2))
 Counts = Annotated[tuple[int, ...], BeforeValidator(several)]
 
 
@@ -83,7 +85,9 @@ class Grid(Options):
             or content.get("nbytes") is not None
             or content.get("bits") is not None
         )
-        return {"schemes": SCHEMES, **content} if wants_sizes else content
+        limited = content.get("nbytes") is not None or content.get("bits") is not None
+        shares = {"shares": FITTING} if limited else {}
+        return {"schemes": SCHEMES, **shares, **content} if wants_sizes else content
 
     @model_validator(mode="after")
     def _check(self) -> Self:

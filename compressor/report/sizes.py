@@ -6,12 +6,14 @@ closed form unless tune is named, and its layers wait on disk. Then every pair o
 format is a variant in one streamed pass; its experts are rounded to nearest as the step `quantize`
 rounds them, so that a pair is what `compress` would write."""
 
+import random
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,6 @@ from compressor.divergence.evaluator import Evaluator
 from compressor.errors import CompressionError
 from compressor.formatting import human_bytes
 from compressor.model.architecture import build_meta
-from compressor.model.loading import set_tensor
 from compressor.model.moe_layer import layers_by_decoder_layer
 from compressor.model.opened import OpenModel, refuse_shared_experts
 from compressor.model.substitution import Substitution
@@ -49,13 +50,34 @@ from compressor.steps.cutting import CutFiles, cut_layers
 from compressor.steps.job import output_size, stored_partial, untouched
 from compressor.steps.prune.options import Prune
 from compressor.steps.prune.planning import Planner, protected_experts, spec_of
-from compressor.steps.quantize.matrices import EXPERTS, Matrix, expert_matrices, find_matrices
+from compressor.steps.quantize.choosing import (
+    Formats,
+    Unit,
+    candidates,
+    chosen_layers,
+    round_matrices,
+    sensitivities,
+    units_of,
+)
+from compressor.steps.quantize.matrices import (
+    ALL,
+    DENSE,
+    EXPERTS,
+    Matrix,
+    expert_matrices,
+    find_matrices,
+)
 from compressor.steps.quantize.options import ROW, SERVERS, loaders
-from compressor.steps.quantize.scheme import Scheme, scheme_for
-from compressor.steps.quantize.writing import largest_weights, rounded
+from compressor.steps.quantize.scheme import LINEAR, Scheme, quantization_config, scheme_for
 from compressor.steps.split.view import partitioned
 
 RIDGE = Correct(method="ridge")
+TRIED = 3  # shares in formats by layer that are measured
+BY_LAYER, ONE = "by layer", "one width"  # names of formats that a limit of bytes chooses
+
+
+Cut = Callable[["PlannedShare", str], Mapping[str, Tensor] | None]
+Trial = tuple["PlannedShare", Variant, Formats]  # to be measured
 
 
 @dataclass(slots=True, eq=False)
@@ -99,28 +121,43 @@ class PlannedShare:
             tensors[key] = tensors[key].to(self.stored).to(tensors[key].dtype)
         return {key: value.to(self.model.partial.device) for key, value in tensors.items()}
 
-    @torch.no_grad()
-    def round(
-        self, decoder_layer: str, scheme: Scheme, tensors: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Return a cut layer's tensors with its experts rounded to nearest."""
-        matrices = self.matrices[decoder_layer]
-        smaller = self.smaller
-        copies = {matrix.key: tensors[matrix.key].clone() for matrix in matrices}
-        empty = {key: smaller.get_parameter(key) for key in copies}
-        for key, value in copies.items():
-            set_tensor(smaller, key, value)
-        largest = largest_weights(scheme, matrices, lambda matrix: matrix.of(smaller))
-        for matrix in matrices:
-            value = matrix.of(smaller)
-            weight = value.to(self.stored)[None]
-            pieces = rounded(
-                scheme, weight, scheme.ranges(weight), self.stored, largest.get(matrix.together)
-            )
-            value.copy_(torch.cat([scheme.values(codes, scales)[0] for codes, scales in pieces]))
-        for key, value in empty.items():
-            set_tensor(smaller, key, value)
-        return {**tensors, **copies}
+    def rounded(self, formats: Formats, cut: Cut, clip: bool = True) -> Substitution:
+        """Return the share with these units rounded to nearest, by searched ranges if they `clip`;
+        `cut` is its own method, or keeps the last layer's tensors."""
+        by_layer = defaultdict[str, list[tuple[Unit, Scheme]]](list)
+        for unit, scheme in formats.items():
+            if scheme is not None:
+                by_layer[unit.decoder_layer].append((unit, scheme))
+
+        def tensors(decoder_layer: str) -> dict[str, Tensor] | None:
+            changed = dict(cut(self, decoder_layer) or {})
+            live = self.model.partial.model
+            for unit, scheme in by_layer[decoder_layer]:
+                model, values = self.smaller, changed
+                if unit.part == DENSE:
+                    model = live
+                    values = {each.key: live.get_parameter(each.key) for each in unit.matrices}
+                changed |= round_matrices(model, values, unit.matrices, scheme, self.stored, clip)
+            return changed or None
+
+        return Substitution(tensors, self.plan.experts)
+
+    def units(self, dense: Sequence[Matrix] = ()) -> list[Unit]:
+        """Return its experts by layer, and these other matrices."""
+        return units_of([*chain.from_iterable(self.matrices.values()), *dense])
+
+    def size(self, layers: Mapping[str, Mapping[str, str]]) -> int:
+        """Return the bytes of all tensors with these formats by layer."""
+        quantize = make_step("quantize", {"layers": layers, "targets": ALL}).step()
+        size = quantize.output_size(self.model, self.plan.experts, self.is_changed).size
+        nbytes: int = size.bytes
+        return nbytes
+
+    @property
+    def is_changed(self) -> bool:
+        """True if experts are merged or refitted."""
+        groups = chain.from_iterable(layer.groups for layer in self.plan.layers)
+        return self.files is not None or not all(group.untouched for group in groups)
 
     def variants(
         self, names: Iterable[str], servers: Sequence[str]
@@ -130,8 +167,7 @@ class PlannedShare:
         model = self.model
         experts = self.plan.experts
         layer = model.architecture.layers[0]
-        groups = chain.from_iterable(layer.groups for layer in self.plan.layers)
-        changed = self.files is not None or not all(group.untouched for group in groups)
+        changed = self.is_changed
         columns = {matrix.columns for matrix in chain.from_iterable(self.matrices.values())}
         parameters = sum(value.numel() for value in self.smaller.parameters())
         variants = []
@@ -176,7 +212,8 @@ class PlannedShare:
                 if SERVERS[server] not in loaders(scheme.name, scheme.group_size == ROW):
                     return f"{SERVERS[server]} loads no experts in it"
                 continue
-            fault = loader_fault(scheme.config([]))  # of the one that is installed
+            # of the one that is installed
+            fault = loader_fault(quantization_config({scheme: LINEAR}, []))
             if fault is not None:
                 return fault
             if not find_matrices(self.model, EXPERTS).singly:
@@ -265,18 +302,30 @@ def compare_sizes(
     parameters = sum(
         value.numel() for key, value in partial_model.empty.items() if key not in partial_model.tied
     )
+    limit = grid.nbytes if grid.bits is None else int(grid.bits * parameters / 8)
     rows, left_out = list[Row](), list[str]()
     planned = [PlannedShare(Fraction(1), base, untouched(base))]
     # a layer is cut once for all formats
-    cut = lru_cache(maxsize=1)(PlannedShare.cut)
+    cut: Cut = lru_cache(maxsize=1)(PlannedShare.cut)
 
-    def tensors(
-        share: PlannedShare, scheme: Scheme | None, decoder_layer: str
-    ) -> dict[str, Tensor] | None:
-        stored = cut(share, decoder_layer)
-        if scheme is None or stored is None:
-            return stored
-        return share.round(decoder_layer, scheme, stored)
+    def measure(trials: Sequence[Trial]) -> list[Row]:
+        """Return rows of variants, those of whole experts and of sub-experts in a pass each."""
+        measured = list[Row]()
+        for _, group in groupby(trials, key=lambda trial: id(trial[0].model)):
+            of_model = list(group)
+            substitutions = [
+                share.rounded(formats, cut, clip=variant.layers is not None)
+                for share, variant, formats in of_model
+            ]
+            model = of_model[0][0].model
+            results = evaluator.measure(model, substitutions, progress=run.progress)
+            for (_, variant, _), figures in zip(of_model, results, strict=True):
+                by_sequence = {
+                    "loss_by_sequence": tuple(figures.loss.tolist()),
+                    "kl_by_sequence": tuple(figures.kl.tolist()),
+                }
+                measured.append(row_of(variant, figures, sets, **by_sequence))
+        return measured
 
     with tempfile.TemporaryDirectory() as folder:
         for number, steps in enumerate(ways):
@@ -285,28 +334,23 @@ def compare_sizes(
             planned += smaller
             left_out += reasons
         seconds = time.perf_counter() - begin
-        # whole experts, and sub-experts
-        for _, group in groupby(planned, key=lambda share: id(share.model)):
-            variants = list[Variant]()
-            substitutions = list[Substitution]()
-            for share in group:
-                names = [STORED] if share.share == 1 else []  # the base
-                names += grid.schemes if share.share in grid.shares else ()
-                of_share, reasons = share.variants(dict.fromkeys(names), grid.servers)
-                left_out += reasons
-                for variant, scheme in of_share:
-                    variants.append(variant)
-                    change = partial(tensors, share, scheme)
-                    substitutions.append(Substitution(change, variant.experts))
-            if not variants:  # no server loads any of the formats
-                continue
-            results = evaluator.measure(share.model, substitutions, progress=run.progress)
-            for variant, figures in zip(variants, results, strict=True):
-                by_sequence = {
-                    "loss_by_sequence": tuple(figures.loss.tolist()),
-                    "kl_by_sequence": tuple(figures.kl.tolist()),
-                }
-                rows.append(row_of(variant, figures, sets, **by_sequence))
+        trials = list[Trial]()
+        for share in planned:
+            names = [STORED] if share.share == 1 or limit is not None else []
+            if limit is None and share.share in grid.shares:
+                names += grid.schemes
+            of_share, reasons = share.variants(dict.fromkeys(names), grid.servers)
+            left_out += reasons
+            for variant, scheme in of_share:
+                trials.append((share, variant, dict.fromkeys(share.units(), scheme)))
+        rows += measure(trials)
+        if limit is not None:
+            stored = dict(zip((share for share, _, _ in trials), rows, strict=True))
+            _, reasons = planned[0].variants(grid.schemes, grid.servers)
+            left_out += reasons
+            trials = best_trials(base, stored, data, limit, grid, run.progress)
+            drawn = random_trial(base, trials, data, run.progress, Path(folder), seed)
+            rows += measure([*trials, *([drawn] if drawn else [])])
     return Comparison(
         model=base.source.label,
         rows=related(rows),
@@ -319,10 +363,91 @@ def compare_sizes(
         formats_left_out=tuple(name for name in SCHEMES if name not in (STORED, *grid.schemes)),
         left_out=tuple(dict.fromkeys(left_out)),
         parameters=parameters,
-        limit=grid.nbytes if grid.bits is None else int(grid.bits * parameters / 8),
+        limit=limit,
         context=grid.context,
         cache=cache_bytes(base.config, grid.context, stored_partial(base).dtype),
     )
+
+
+def best_trials(
+    base: OpenModel,
+    stored: Mapping[PlannedShare, Row],
+    data: Calibration,
+    limit: int,
+    grid: Grid,
+    progress: Progress,
+) -> list[Trial]:
+    """Return the three shares, each with formats by layer, of least predicted KL in `limit` bytes,
+    and the best of those with one format for all.
+
+    Predicted is the measured KL of the share as `stored` and the sum of what rounding each unit of
+    the base costs."""
+    servers = [SERVERS[name] for name in grid.servers if name in SERVERS]
+    loaded, _ = next(iter(stored)).variants(grid.schemes, grid.servers)
+    names = [variant.scheme for variant, _ in loaded]
+    dense = [matrix for matrix in find_matrices(base, ALL).every if matrix.expert is None]
+    whole = next(iter(stored))
+    units = whole.units(dense)
+
+    def formats_of(units: Sequence[Unit]) -> list[list[Scheme]]:
+        return [candidates(unit, servers, names) for unit in units]
+
+    schemes = formats_of(units)
+    if not all(schemes):
+        raise CompressionError(
+            f"no format that --for {','.join(grid.servers)} loads fits the model"
+        )
+    batches = data.without_heldout().batches
+    table = sensitivities(base, units, schemes, batches, whole.stored, progress)
+    trials = list[Trial]()
+    for share, row in stored.items():
+        smaller = share.units(dense)
+        own = table.of(smaller, formats_of(smaller), whole.stored)
+        size = share.size(chosen_layers(own.formats(own.finest))) - own.total(own.finest)
+        choices = {BY_LAYER: own.best(limit - size), ONE: own.alike(limit - size)}
+        for name, numbers in choices.items():
+            if numbers is not None:
+                variant = replace(
+                    row.variant,
+                    scheme=name,
+                    bytes=size + own.total(numbers),
+                    predicted=row.kl + own.predicted(numbers),
+                    layers=chosen_layers(own.formats(numbers)),
+                )
+                trials.append((share, variant, own.formats(numbers)))
+    if not trials:  # it says how little is possible
+        least = own.coarsest
+        variant = replace(row.variant, scheme=BY_LAYER, bytes=size + own.total(least), layers={})
+        trials.append((share, variant, own.formats(least)))
+    ranked = sorted(trials, key=lambda trial: trial[1].predicted or 0.0)
+    by_layer = [trial for trial in ranked if trial[1].scheme == BY_LAYER]
+    alike = [trial for trial in ranked if trial[1].scheme == ONE]
+    return [*by_layer[:TRIED], *alike[:1]]
+
+
+def random_trial(
+    base: OpenModel,
+    trials: Sequence[Trial],
+    data: Calibration,
+    progress: Progress,
+    folder: Path,
+    seed: int,
+) -> Trial | None:
+    """Return experts drawn at random in place of those of the best of these pruned shares, in the
+    same formats; None if none is pruned."""
+    pruned = next((trial for trial in trials if trial[0].share != 1), None)
+    if pruned is None:
+        return None
+    share, variant, formats = pruned
+    draw = random.Random(seed)
+    order = {}
+    for layer in share.model.architecture.layers:
+        kept = draw.sample(range(layer.experts), share.plan.experts)
+        order[str(layer.index)] = " ".join(map(str, kept))
+    prune = Prune(strategy="listed", options={"order": order}, split=variant.split)
+    (drawn,), _ = plan_shares(base, [prune], data, progress, seed, [share.share], folder)
+    way = replace(variant, name="random", strategy="random", correction="none", predicted=None)
+    return drawn, way, formats
 
 
 def cache_bytes(config: Any, tokens: int, dtype: torch.dtype) -> int:
@@ -394,6 +519,6 @@ def fitted(
             steps.append(step)
         elif best.share != 1:
             steps.append(step.model_copy(update=changes))
-    if best.scheme != STORED:
-        steps.append(make_step("quantize", {"scheme": best.scheme}))
+    if best.layers:
+        steps.append(make_step("quantize", {"layers": best.layers, "targets": ALL}))
     return recipe.model_copy(update={"steps": tuple(steps)}), sizes

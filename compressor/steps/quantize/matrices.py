@@ -5,7 +5,8 @@ Experts are stored one module each: by the names that their family publishes whe
 knows such, also if this checkpoint stores them fused, and otherwise as `<experts
 module>.<number>.gate_proj`, `.up_proj` and `.down_proj`."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from operator import attrgetter
@@ -19,14 +20,16 @@ from compressor.model.experts import matrix_of, parameter_names
 from compressor.model.loading import KeyMap, map_keys, saved_names
 from compressor.model.moe_layer import MoeLayer, decoder_layer_of
 from compressor.model.opened import OpenModel
+from compressor.steps.quantize.options import UNITS
 
-EXPERTS = "experts"
+EXPERTS, DENSE = UNITS
 ALL = "all"
 # by servers, into one matrix
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 # the parts in a tensor of experts, by the last part of its name; in any other are gate and up
 PARTS: Mapping[str, tuple[str, ...]] = {"down_proj": ("down",), "up_proj": ("up",)}
 GATE_AND_UP = ("gate", "up")
+NUMBERED = re.compile(r"(\w+)\.(\d+)\.(.*)")  # the end of a name, from a layer's number on
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +54,21 @@ class Matrix:
             return f"{self.owner}.{self.expert}.{'down' if self.part == 'down' else 'in'}"
         return next((f"{parent}.{others[0]}" for others in FUSED if leaf in others), self.module)
 
+    @property
+    def unit(self) -> str:
+        """Which of its decoder layer's units it belongs to."""
+        return DENSE if self.expert is None else EXPERTS
+
     def of(self, model: nn.Module) -> Tensor:
         """Return the matrix [rows, columns] in a live model: a view, which can be written into."""
+        return self.within(model, attrgetter(self.key)(model))
+
+    def within(self, model: nn.Module, value: Tensor) -> Tensor:
+        """Return the matrix [rows, columns] in a `value` of its entry, as a view."""
         if self.expert is None:
-            return attrgetter(self.key)(model)  # type: ignore[no-any-return]
+            return value
         experts = model.get_submodule(self.owner)
-        name = self.key.rpartition(".")[2]
-        return matrix_of(experts, name, getattr(experts, name)[self.expert], self.part)
+        return matrix_of(experts, self.key.rpartition(".")[2], value[self.expert], self.part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +88,11 @@ class Matrices:
         return [matrix for matrix in self.every if matrix.decoder_layer == decoder_layer]
 
 
-def find_matrices(model: OpenModel, targets: str) -> Matrices:
+def find_matrices(
+    model: OpenModel, targets: str, layers: Mapping[str, Mapping[str, str]] | None = None
+) -> Matrices:
     """Return the routed experts' matrices, or with `ALL` those of attention and dense layers, too;
-    from headers alone.
+    from headers alone. With `layers` these are the units that have a number format there.
 
     Routers, norms, embeddings, the head, gates of one output, and what is stored otherwise than by
     itself stay."""
@@ -119,6 +132,9 @@ def find_matrices(model: OpenModel, targets: str) -> Matrices:
     matrices = [*_of_experts(partial.model, in_experts, singles)]
     if targets == ALL:
         matrices += _dense(model, keys, shapes)
+    if layers is not None:
+        formats = {layer: {*units} for layer, units in layers.items()}
+        matrices = [one for one in matrices if one.unit in formats.get(one.decoder_layer, ())]
     order = architecture.decoder_layers.index
     matrices.sort(key=lambda matrix: order(matrix.decoder_layer))
     quantized = {matrix.key for matrix in matrices}
@@ -138,6 +154,29 @@ def find_matrices(model: OpenModel, targets: str) -> Matrices:
         singly=bool(singles),
         stored=stored,
     )
+
+
+def target_patterns(matrices: Iterable[Matrix]) -> list[str]:
+    """Return compressed-tensors' patterns for the modules of whole units, one for all layers and
+    experts of a kind; by the names that they have in checkpoints and in transformers.
+
+    transformers takes the first pattern that speaks of experts for that of the routed ones: theirs
+    come first, and others spell the word in another way."""
+    layers: dict[tuple[str, str], dict[str, None]] = {}
+    for matrix in sorted(matrices, key=lambda matrix: matrix.unit == DENSE):
+        for name in (matrix.module, matrix.owner):
+            found = NUMBERED.search(name)
+            assert found is not None, name
+            container, number, rest = found.groups()
+            if matrix.expert is None:
+                rest = re.escape(rest).replace("experts", "expert[s]") + "$"
+            else:
+                rest = re.escape(re.split(r"\.\d", rest)[0]) + r"\."
+            layers.setdefault((container, rest), {})[number] = None
+    patterns = []
+    for (container, rest), numbers in layers.items():
+        patterns.append(rf"re:.*\b{container}\.({'|'.join(numbers)})\.{rest}")
+    return patterns
 
 
 def expert_matrices(model: nn.Module, layers: Sequence[MoeLayer]) -> list[Matrix]:

@@ -3,13 +3,16 @@ compressed-tensors store them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from compressor.formatting import known_names, read_bytes
 from compressor.model.serving import LLAMA_CPP
+from compressor.options import Names
 from compressor.recipe.step import StepOptions
 
+UNITS = ("experts", "dense")  # of a decoder layer, that each have one format
 ROW = -1  # group size of one scale for each row, as others write it
 # by name, that can load compressed-tensors
 SERVERS = {"vllm": "vLLM", "sglang": "SGLang", LLAMA_CPP: "llama.cpp's converter"}
@@ -56,6 +59,10 @@ def loaders(scheme: str, by_row: bool) -> list[str]:
     return [name for server, name in SERVERS.items() if server in servers]
 
 
+def _size(value: object) -> object:
+    return read_bytes(value, "bytes") if isinstance(value, str) else value
+
+
 class Quantize(StepOptions):
     """Store weights in fewer bits, as a compressed-tensors checkpoint."""
 
@@ -75,6 +82,43 @@ class Quantize(StepOptions):
     method: Literal["rtn", "gptq"] = "rtn"
     """rtn rounds to the nearest number and needs no text; gptq searches for the best range and
     compensates errors on calibration text."""
+
+    bits: float | None = Field(None, gt=0)
+    """Bits of a weight on average, scales included: each layer's experts, and with targets all its
+    other matrices, get the format that costs least, measured on calibration text."""
+    bytes: Annotated[int | None, BeforeValidator(_size)] = None
+    """Bytes of the whole output instead: 16GB, 500MB or a number."""
+    servers: Names = ()
+    """Servers that have to load the formats that bits or bytes choose: vllm, sglang, llama.cpp."""
+    # formats that were chosen: by decoder layer, for its "experts" and what is "dense"; no option
+    layers: Mapping[str, Mapping[str, str]] | None = None
+
+    @property
+    def by_layer(self) -> bool:
+        """True if layers may get different formats."""
+        return not (self.bits is None and self.bytes is None and self.layers is None)
+
+    @field_validator("servers")
+    @classmethod
+    def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if name not in SERVERS:
+                raise ValueError(f"there is no server {name!r}; {known_names(name, SERVERS)}")
+        return names
+
+    @model_validator(mode="after")
+    def _one_choice(self) -> Self:
+        given = [name for name in ("bits", "bytes", "layers") if getattr(self, name) is not None]
+        # a plan's options hold defaults, too
+        fields = type(self).model_fields
+        given += [
+            name for name in ("scheme", "group_size") if getattr(self, name) != fields[name].default
+        ]
+        if self.by_layer and len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} exclude each other; bits choose the formats")
+        if self.servers and not self.by_layer:
+            raise ValueError("servers goes with bits or bytes, which choose formats")
+        return self
 
     @field_validator("group_size")
     @classmethod

@@ -7,9 +7,11 @@ and reads it; scales are those that it computes and tensors those that it packs,
 here where it is slow."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import torch
@@ -22,11 +24,15 @@ from compressor.extras import require
 from compressor.steps.quantize.options import FORMATS, ROW
 
 GROUPS = (128, 64, 32)  # tried in this order where none is named
-SHRINK = [1 - 0.025 * step for step in range(27)]  # by which clip search scales the range
+# by which clip search scales the range at first, then how far it looks on both sides of the best
+FACTORS = (1.0, 0.8, 0.6, 0.4)
+STEPS = (0.1, 0.05, 0.025)
 AT_ONCE = 2**18  # weights that are computed with at once on a CPU: few enough to stay in the cache
 FP4_MAX = 6.0
 FP8_MAX = 448.0
 FP4 = ("mxfp4", "nvfp4")
+LINEAR = ("Linear",)  # compressed-tensors' target of all that is not ignored
+MIXED = "mixed-precision"  # compressed-tensors' name of several formats in one checkpoint
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
@@ -52,6 +58,18 @@ class Scheme:
     group_size: int
 
     @property
+    def bits_per_weight(self) -> float:
+        """Bits with those of the scales, in groups of their size."""
+        size = 4096 if self.group_size == ROW else self.group_size
+        return 8 * self.nbytes(size, size, torch.bfloat16) / size**2
+
+    @property
+    def label(self) -> str:
+        """Its name in JSON, with the group size where the format leaves that open."""
+        fixed = FORMATS[self.name].group_size is not None
+        return self.name if fixed else f"{self.name}/{self.group_size}"
+
+    @property
     def bits(self) -> int:
         return FORMATS[self.name].bits
 
@@ -73,7 +91,7 @@ class Scheme:
 
         preset = FORMATS[self.name].preset
         if preset is not None:
-            scheme = preset_name_to_scheme(preset, ["Linear"])
+            scheme = preset_name_to_scheme(preset, [*LINEAR])
             return scheme.model_copy(update={"format": self.format})
         weights = QuantizationArgs(
             num_bits=self.bits,
@@ -83,20 +101,7 @@ class Scheme:
             strategy="channel" if self.group_size == ROW else "group",
             group_size=None if self.group_size == ROW else self.group_size,
         )
-        return QuantizationScheme(targets=["Linear"], weights=weights, format=self.format)
-
-    def config(self, ignore: Sequence[str]) -> dict[str, Any]:
-        """Return the `quantization_config` of config.json, without the modules to `ignore`."""
-        from compressed_tensors.quantization import QuantizationConfig
-
-        config = QuantizationConfig(
-            config_groups={"group_0": self.described},
-            ignore=[*ignore],
-            format=self.format,
-            quantization_status="compressed",
-        )
-        content: dict[str, Any] = config.model_dump(mode="json", exclude_none=True)
-        return content
+        return QuantizationScheme(targets=[*LINEAR], weights=weights, format=self.format)
 
     def stored(
         self, rows: int, columns: int, dtype: torch.dtype
@@ -153,12 +158,15 @@ class Scheme:
         """Scales of weights [B, O, I] for their range, or, with `clip`, those of least error;
         stored in `dtype`.
 
-        Clip search shrinks each group's range by the factor that minimises sum |error|^2.5 over the
-        group. NVFP4's global scale is that of the `largest` [B] weight, if given."""
+        Clip search multiplies each group's range by the factor of least sum |error|^2.5 over the
+        group. Integers reach one step further below zero than above: a negative scale turns that
+        toward the group's longer side. NVFP4's global scale is that of the `largest` [B] weight, if
+        given."""
         most = self.ranges(weight)
         unclipped = self.scales_of(most, dtype, largest)
         if not clip or not FORMATS[self.name].clipped:
             return unclipped
+        signs = (1,) if self.name in FP4 else (1, -1)
         chosen = []
         for number, matrix in enumerate(self._grouped(weight)):
             overall = None if unclipped.overall is None else unclipped.overall[number]
@@ -167,15 +175,21 @@ class Scheme:
                 matrix.split(size), most[number].split(size), strict=True
             ):  # rows' groups [R, n, g] and their largest weights [R, n]
                 best = highest
+                scales = highest
                 least = torch.full_like(highest, math.inf)
-                for factor in SHRINK:
-                    tried = self._stored_scales(highest * factor, overall, dtype)
-                    effective = Scales(tried, overall).effective[..., None]
-                    error = self.nearest(grouped / effective).mul_(effective).sub_(grouped).abs_()
-                    total = error.sqrt().mul_(error).mul_(error).sum(-1)
-                    best = torch.where(total < least, tried, best)
-                    least = torch.minimum(least, total)
-                chosen.append(best)
+                ranges = [sign * factor * highest for factor, sign in product(FACTORS, signs)]
+                for step in (*STEPS, 0):
+                    for tried in ranges:
+                        stored = self._stored_scales(tried.abs(), overall, dtype).copysign_(tried)
+                        effective = Scales(stored, overall).effective[..., None]
+                        error = self.nearest(grouped / effective).mul_(effective).sub_(grouped)
+                        total = error.abs_().sqrt().mul_(error).mul_(error).sum(-1)
+                        is_better = total < least
+                        best = torch.where(is_better, tried, best)
+                        scales = torch.where(is_better, stored, scales)
+                        least = torch.minimum(least, total)
+                    ranges = [best - step * highest, best + step * highest]
+                chosen.append(scales)
         return Scales(torch.cat(chosen).view_as(most), unclipped.overall)
 
     def ranges(self, weight: Tensor) -> Tensor:
@@ -258,6 +272,37 @@ class Scheme:
         return weight
 
 
+def quantization_config(
+    targets: Mapping[Scheme, Sequence[str]], ignore: Sequence[str]
+) -> dict[str, Any]:
+    """Return the `quantization_config` of config.json, a group for each scheme with its targets,
+    without the modules to `ignore`."""
+    from compressed_tensors.quantization import QuantizationConfig
+
+    groups = {}
+    for number, (scheme, names) in enumerate(targets.items()):
+        groups[f"group_{number}"] = scheme.described.model_copy(update={"targets": [*names]})
+    config = QuantizationConfig(
+        config_groups=groups,
+        ignore=[*ignore],
+        format=storage_of(targets),
+        quantization_status="compressed",
+    )
+    content: dict[str, Any] = config.model_dump(mode="json", exclude_none=True)
+    return content
+
+
+def labels(schemes: Mapping[str, Scheme]) -> dict[str, str]:
+    """Return the schemes of a layer's units as JSON has them."""
+    return {unit: scheme.label for unit, scheme in schemes.items()}
+
+
+def storage_of(schemes: Iterable[Scheme]) -> str:
+    """Return compressed-tensors' name of the format in which all of these are stored."""
+    formats = {scheme.format for scheme in schemes}
+    return formats.pop() if len(formats) == 1 else MIXED
+
+
 def row_chunks(weight: Tensor) -> tuple[Tensor, ...]:
     """Split matrices [B, O, I] by rows, on a CPU into pieces that stay in its cache."""
     rows = weight.shape[1]
@@ -312,6 +357,19 @@ def _join(codes: Tensor, bits: int) -> Tensor:
         return lanes.to(INTEGERS[bits]).view(torch.uint8)
     joined: Tensor = lanes.view(torch.uint8).unflatten(-1, (-1, 8))[..., :bits].flatten(-2)
     return joined
+
+
+def scheme_labelled(label: str, columns: Iterable[int]) -> Scheme:
+    """Return the scheme of a `Scheme.label`, or of a name alone, for these numbers of columns.
+
+    Raises `CompressionError` for one that is not known, or whose groups do not fit."""
+    name, _, size = label.partition("/")
+    if name not in FORMATS or not re.fullmatch(r"|-1|[1-9]\d*", size):
+        raise CompressionError(
+            f"quantize: {label!r} is no number format; known are {', '.join(FORMATS)}, of integers "
+            "with the group size behind a slash, as in int4/32"
+        )
+    return scheme_for(name, int(size) if size else None, columns)
 
 
 def scheme_for(name: str, group_size: int | None, columns: Iterable[int]) -> Scheme:

@@ -1,5 +1,7 @@
 """The step `quantize`: weights in fewer bits, stored as compressed-tensors store them."""
 
+import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -7,20 +9,43 @@ from typing import Any
 
 from compressor.checkpoint.quantized import dequantizer
 from compressor.checkpoint.reader import DTYPE_NAMES, Size, tensor_bytes
+from compressor.divergence.evaluator import FEWEST
 from compressor.errors import CompressionError
-from compressor.formatting import joined
+from compressor.formatting import counted, joined
 from compressor.model.opened import OpenModel
 from compressor.recipe.step import StepOptions
 from compressor.recipe.steps_plan import PlannedStep
+from compressor.records import value_as
 from compressor.steps.job import OutputSize, output_size, stored_dtype, stored_partial
-from compressor.steps.quantize.matrices import Matrices, find_matrices
-from compressor.steps.quantize.options import ROW, Quantize, loaders
-from compressor.steps.quantize.scheme import Scheme, scheme_for
+from compressor.steps.quantize.choosing import (
+    CHOOSING,
+    Tried,
+    Unit,
+    candidates,
+    choose,
+    chosen_layers,
+    sensitivities,
+    unit_bytes,
+    units_of,
+)
+from compressor.steps.quantize.matrices import DENSE, EXPERTS, Matrices, find_matrices
+from compressor.steps.quantize.options import ROW, SERVERS, Quantize, loaders
+from compressor.steps.quantize.scheme import (
+    LINEAR,
+    Scheme,
+    labels,
+    quantization_config,
+    scheme_for,
+    scheme_labelled,
+    storage_of,
+)
 from compressor.steps.quantize.sequential import quantize_sequentially
 from compressor.steps.quantize.writing import Writer
 from compressor.steps.section import Section
 from compressor.steps.step import Requirements, State, Step
 from compressor.steps.tensors import OutputJob
+
+UNITS = {EXPERTS: "experts", DENSE: "attention and dense layers"}
 
 
 @dataclass(frozen=True)
@@ -30,10 +55,30 @@ class QuantizeStep(Step[Quantize]):
     def requirements(
         self, model: OpenModel, earlier: Sequence[StepOptions], planned: bool
     ) -> Requirements:
-        """Return the need of calibration text for GPTQ; refuse groups that do not divide the
-        model's matrices, and a family whose quantised checkpoints transformers cannot read."""
+        """Return the need of calibration text for GPTQ, and to choose formats by layer; refuse
+        groups that do not divide the model's matrices, a choice that cannot fit, and a family whose
+        quantised checkpoints transformers cannot read."""
         config = deepcopy(model.architecture.config)
-        config.quantization_config = self._chosen(model)[1].config([])
+        chooses = self._chooses and not planned
+        if chooses:
+            units, schemes = self._candidates(model)
+            scheme = schemes[0][0]
+            least = sum(
+                unit_bytes(unit, own[0], model.partial.dtype)
+                for unit, own in zip(units, schemes, strict=True)
+            )
+            weights = sum(
+                matrix.rows * matrix.columns for unit in units for matrix in unit.matrices
+            )
+            if self.options.bits is not None and 8 * least > self.options.bits * weights:
+                raise CompressionError(
+                    f"quantize: {self.options.bits:g} bits are below the smallest possible, "
+                    f"{math.ceil(800 * least / weights) / 100:g}; ask for at least that"
+                )
+        else:
+            matrices, by_layer = self._chosen(model, self.options.layers)
+            scheme = by_layer[matrices.every[0].decoder_layer][matrices.every[0].unit]
+        config.quantization_config = quantization_config({scheme: LINEAR}, [])
         try:
             quantizer = dequantizer(config)
             assert quantizer is not None
@@ -44,14 +89,53 @@ class QuantizeStep(Step[Quantize]):
                 "quantize: transformers cannot read quantised checkpoints of "
                 f"{model.architecture.family}; leave quantize out"
             ) from error
-        reads = self.options.method == "gptq"
-        return Requirements(text=reads, passes=int(reads))
+        passes = int(self.options.method == "gptq") + (CHOOSING if chooses else 0)
+        return Requirements(passes > 0, heldout=FEWEST if chooses else 0, passes=passes)
 
-    def _chosen(self, model: OpenModel) -> tuple[Matrices, Scheme]:
-        """Return a model's matrices, and the scheme with the group size for them."""
-        matrices = find_matrices(model, self.options.targets)
-        columns = (matrix.columns for matrix in matrices.every)
-        return matrices, scheme_for(self.options.scheme, self.options.group_size, columns)
+    @property
+    def _chooses(self) -> bool:
+        """True if formats by layer are still to be chosen."""
+        return self.options.by_layer and self.options.layers is None
+
+    def _chosen(
+        self, model: OpenModel, layers: Mapping[str, Mapping[str, str]] | None
+    ) -> tuple[Matrices, dict[str, dict[str, Scheme]]]:
+        """Return what is quantised, and the schemes by decoder layer and unit: those of `layers`,
+        or that of the options for all.
+
+        Raises `CompressionError` for a layer that is not there, and for groups that don't fit."""
+        options = self.options
+        matrices = find_matrices(model, options.targets, layers)
+        columns = defaultdict[tuple[str, str], set[int]](set)
+        for matrix in matrices.every:
+            columns[matrix.decoder_layer, matrix.unit].add(matrix.columns)
+        named = {(layer, unit) for layer, units in (layers or {}).items() for unit in units}
+        for layer, unit in sorted(named - columns.keys()):
+            raise CompressionError(
+                f"quantize: the layers name {unit} of {layer}, which the model lacks; leave it out"
+            )
+        schemes = dict[str, dict[str, Scheme]]()
+        if layers is None:
+            scheme = scheme_for(options.scheme, options.group_size, set().union(*columns.values()))
+        for (layer, unit), widths in columns.items():
+            if layers is not None:
+                scheme = scheme_labelled(layers[layer][unit], widths)
+            schemes.setdefault(layer, {})[unit] = scheme
+        return matrices, schemes
+
+    def _candidates(self, model: OpenModel) -> tuple[list[Unit], list[list[Scheme]]]:
+        """Return the units to choose formats for, and those of each.
+
+        Raises `CompressionError` where the servers load none."""
+        units = units_of(find_matrices(model, self.options.targets).every)
+        servers = [SERVERS[name] for name in self.options.servers]
+        schemes = [candidates(unit, servers) for unit in units]
+        if not all(schemes):
+            raise CompressionError(
+                f"quantize: there is no number format for these weights that {joined(servers)} "
+                "load; name fewer servers"
+            )
+        return units, schemes
 
     def output_size(self, model: OpenModel, experts: int, changed: bool = False) -> OutputSize:
         """Return the model's size once quantised, from headers alone; matrices that GPTQ has packed
@@ -59,7 +143,11 @@ class QuantizeStep(Step[Quantize]):
 
         Other tensors stay as `output_size` has them.
         """
-        matrices, scheme = self._chosen(model)
+        schemes = dict[str, dict[str, Scheme]]()
+        if self._chooses:  # by plan, in the bits or bytes that were asked for
+            matrices = find_matrices(model, self.options.targets)
+        else:
+            matrices, schemes = self._chosen(model, self.options.layers)
         partial = stored_partial(model)
         size = output_size(model, experts, changed, through=not matrices.stored)
         dtypes = {}
@@ -68,62 +156,145 @@ class QuantizeStep(Step[Quantize]):
                 key: model.checkpoint.tensors[name].dtype
                 for name, key in partial.plain_keys.targets.items()
             }
-        plain = packed = 0
+        plain, packed = 0, 0.0
         for matrix in matrices.every:
             if matrix.expert is None or matrix.expert < experts:
                 dtype = dtypes.get(matrix.key, DTYPE_NAMES[partial.dtype])
                 plain += tensor_bytes(dtype, (matrix.rows, matrix.columns))
-                packed += scheme.nbytes(matrix.rows, matrix.columns, partial.dtype)
-        size = Size(size.parameters, size.bytes - plain + packed)
-        return OutputSize(size, packed if self.options.method == "gptq" else 0)
+                if schemes:
+                    scheme = schemes[matrix.decoder_layer][matrix.unit]
+                    packed += scheme.nbytes(matrix.rows, matrix.columns, partial.dtype)
+                else:
+                    packed += matrix.rows * matrix.columns * (self.options.bits or 0) / 8
+        nbytes = self.options.bytes or size.bytes - plain + int(packed)
+        waiting = int(packed) if self.options.method == "gptq" else 0
+        return OutputSize(Size(size.parameters, nbytes), waiting)
 
     def plan(self, state: State) -> Mapping[str, Any]:
-        """Return the format and its effective bits; of a source that was quantised, that it's
-        dequantised first."""
-        found, scheme = self._chosen(state.model)
-        matrices = found.every
-        dtype = stored_dtype(state.model)
-        weights = sum(matrix.rows * matrix.columns for matrix in matrices)
-        nbytes = sum(scheme.nbytes(matrix.rows, matrix.columns, dtype) for matrix in matrices)
-        return {
-            "format": scheme.format,
-            "group_size": scheme.group_size,
-            "matrices": len(matrices),
+        """Return the format and its effective bits, and the schemes by layer if they differ, with
+        the choices that were measured; of a source that was quantised, that it's dequantised
+        first."""
+        if not self._chooses:
+            return self._facts(state.model, *self._chosen(state.model, self.options.layers))
+        tried = self._choices(state)
+        best = tried[0]
+        facts = self._facts(state.model, *self._chosen(state.model, chosen_layers(best.formats)))
+        weights = facts["weights"]
+        choices = []
+        for one in tried:
+            error = float(one.figures.kl.std()) / math.sqrt(one.figures.sequences)
+            rates = {"predicted_kl": one.predicted, "kl": one.kl, "standard_error": error}
+            figures = {name: round(value, 6) for name, value in rates.items()}
+            choices.append({"name": one.name, "bytes": one.nbytes, **figures})
+        return {**facts, "weights": weights, "choices": choices}
+
+    def _choices(self, state: State) -> list[Tried]:
+        """Return the choices of formats that were measured, the best first."""
+        model, calibration = state.model, state.fit
+        assert calibration is not None
+        dtype = stored_dtype(model)
+        units, schemes = self._candidates(model)
+        batches = calibration.without_heldout().batches
+        table = sensitivities(model, units, schemes, batches, dtype, state.progress)
+        if self.options.bits is not None:
+            weights = sum(
+                matrix.rows * matrix.columns for unit in units for matrix in unit.matrices
+            )
+            limit = int(self.options.bits * weights / 8)
+        else:
+            assert self.options.bytes is not None
+            finest = Quantize(
+                layers=chosen_layers(table.formats(table.finest)), targets=self.options.targets
+            )
+            size = QuantizeStep(finest).output_size(model, model.architecture.experts)
+            limit = self.options.bytes - size.size.bytes + table.total(table.finest)
+            table = table.of(units, schemes, dtype)  # what may stay as it is stored
+        return choose(model, table, limit, calibration.heldout_batches, dtype, state.progress)
+
+    def _facts(
+        self, model: OpenModel, matrices: Matrices, schemes: Mapping[str, Mapping[str, Scheme]]
+    ) -> dict[str, Any]:
+        dtype = stored_dtype(model)
+        weights = nbytes = 0
+        distinct = dict[Scheme, None]()
+        for matrix in matrices.every:
+            scheme = schemes[matrix.decoder_layer][matrix.unit]
+            distinct[scheme] = None
+            weights += matrix.rows * matrix.columns
+            nbytes += scheme.nbytes(matrix.rows, matrix.columns, dtype)
+        sizes = {scheme.group_size for scheme in distinct}
+        facts: dict[str, Any] = {
+            "format": storage_of(distinct),
+            "group_size": sizes.pop() if len(sizes) == 1 else None,
+            "matrices": len(matrices.every),
             "weights": weights,
             "bits": round(8 * nbytes / weights, 4),
-            "dequantized": state.model.layout.quantized,
+            "dequantized": model.layout.quantized,
         }
+        if self.options.by_layer:
+            facts["formats"] = {layer: labels(units) for layer, units in schemes.items()}
+        return facts
 
     def write(self, state: State) -> OutputJob:
-        matrices, scheme = self._chosen(state.model)
-        writer = Writer(state.model, scheme, matrices, state.kept("quantized"))
+        assert isinstance(state.decision, Mapping)
+        layers = state.decision.get("formats")
+        if layers is not None:
+            layers = value_as(layers, dict[str, dict[str, str]], "quantize.formats")
+        matrices, schemes = self._chosen(state.model, layers)
+        writer = Writer(
+            state.model, schemes, matrices, state.kept("quantized"), clip=layers is not None
+        )
         if self.options.method == "gptq" and not state.is_written:
             assert state.text is not None
             with state.run.clock.phase(self.name):
-                quantize_sequentially(writer, state.text.fit, state.progress, state.seed)
+                rounded = quantize_sequentially(writer, state.text.fit, state.progress, state.seed)
+            if rounded:
+                state.run.record(state.number, result={"rounded": rounded})
         return writer.job(state.expert_plan)
 
     def describe(self, planned: PlannedStep) -> Section:
-        """Describe scheme, groups, effective bits, and which servers read the format."""
+        """Describe schemes, groups, effective bits, and which servers read the format."""
         plan = planned.decision
         assert isinstance(plan, Mapping)
         options = self.options
-        is_by_row = plan["group_size"] == ROW
-        groups = "one scale a row" if is_by_row else f"groups of {plan['group_size']}"
         what = "experts, attention and dense layers"
         if options.targets == "experts":
             what = "routed experts"
         before = ", which were dequantised first," if plan.get("dequantized") else ""
-        how = "GPTQ with clip search" if options.method == "gptq" else "rounding to nearest"
-        servers = joined(loaders(options.scheme, is_by_row)) or "no server is known to"
+        by_layer = plan.get("formats") or {}
+        how = "rounding to nearest with clip search" if by_layer else "rounding to nearest"
+        if options.method == "gptq":
+            how = "GPTQ with clip search"
+        to: str = options.scheme
+        formats = [f"{options.scheme}/{plan['group_size']}"]
+        groups = f"groups of {plan['group_size']}"
+        if plan["group_size"] == ROW:
+            groups = "one scale a row"
+        if by_layer:
+            to = "number formats chosen by layer"
+            formats = []
+            chosen = []
+            for unit, name in UNITS.items():
+                counts = Counter(units[unit] for units in by_layer.values() if unit in units)
+                formats += counts
+                for label, count in counts.most_common():
+                    chosen.append(f"{name} in {label} in {counted(count, 'layer')}")
+            groups = joined(chosen)
+        servers = [*SERVERS.values()]
+        for label in formats:
+            scheme, _, size = label.partition("/")
+            readers = loaders(scheme, size == str(ROW))
+            servers = [server for server in servers if server in readers]
         limits = []
-        if options.scheme == "fp8":
+        if any(label.startswith("fp8") for label in formats):
             limits = ["Servers round activations to FP8, too; what that costs was not measured."]
-        return Section(
-            self.name,
-            f"Quantised {what}{before} to {options.scheme} by {how}: {groups}, "
+        summary = (
+            f"Quantised {what}{before} to {to} by {how}: {groups}, "
             f"{plan['bits']:.3g} bits a weight, stored as {plan['format']}, a format that "
-            f"{servers} read (not tried here)",
-            ways=[f"quantisation to {options.scheme}"],
-            limits=limits,
+            f"{joined(servers) or 'no server is known to'} read (not tried here)"
         )
+        rounded = ((planned.result or {}).get("rounded") or {}).values()
+        if rounded:
+            experts = counted(sum(map(len, rounded)), "expert")
+            summary += f"; {experts} saw too little text: their down was rounded to nearest"
+        return Section(self.name, summary, ways=[f"quantisation to {to}"], limits=limits)

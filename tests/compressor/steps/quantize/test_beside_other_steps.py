@@ -308,7 +308,8 @@ def test_one_layer_at_a_time_is_in_memory(save: Callable[[Path], Any], tmp_path:
     model = open_model(locate(str(tmp_path / "in")), device="cpu")
     matrices = find_matrices(model, "experts")
     scheme = scheme_for("int2", 8, {matrix.columns for matrix in matrices.every})
-    writer = Writer(model, scheme, matrices, tmp_path / "kept")
+    schemes = {layer: {"experts": scheme} for layer in model.architecture.decoder_layers}
+    writer = Writer(model, schemes, matrices, tmp_path / "kept")
     job = writer.job(untouched(model))
     for decoder_layer in job.decoder_layers:
         assert sum(len(b"".join(pieces)) for _, pieces in job.produce(decoder_layer)) > 0

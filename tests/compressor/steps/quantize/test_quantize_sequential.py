@@ -28,8 +28,9 @@ def quantized(model: OpenModel, stock: Any, folder: Path, targets: str = "expert
     """The scheme and what every matrix was rounded to, by module, in one pass over random tokens."""
     matrices = find_matrices(model, targets)
     scheme = scheme_for("int4", 4, [matrix.columns for matrix in matrices.every])
-    writer = Writer(model, scheme, matrices, folder)
-    parts = opened_models.calibration(opened_models.batches(stock, (4, 4), 32))
+    schemes = {layer: {"experts": scheme, "dense": scheme} for layer in model.architecture.decoder_layers}
+    writer = Writer(model, schemes, matrices, folder)
+    parts = opened_models.calibration(opened_models.batches(stock, (16, 16, 16, 16), 64))
     quantize_sequentially(writer, parts, Silent(), 0)
     found = dict[str, Tensor]()
     for matrix in matrices.every:
@@ -53,7 +54,7 @@ def given(stock: Any, layer: str) -> tuple[Tensor, Tensor]:
         seen.append((hidden.detach(), torch.stack(hits, dim=1)))
 
     with experts.register_forward_pre_hook(called):
-        for batch in opened_models.batches(stock, (4, 4), 32):
+        for batch in opened_models.batches(stock, (16, 16, 16, 16), 64):
             zoo.logits(stock, batch)
     if not seen:  # of vision's experts, text reaches none
         return torch.zeros(0, stock.config.get_text_config().hidden_size), torch.zeros(0, experts.num_experts).bool()
@@ -101,7 +102,7 @@ def test_dense_layers_are_rounded_on_what_they_are_given(tmp_path: Path) -> None
 
     for name in names:
         stock.get_submodule(name).register_forward_pre_hook(partial(note, name))
-    for batch in opened_models.batches(stock, (4, 4), 32):
+    for batch in opened_models.batches(stock, (16, 16, 16, 16), 64):
         zoo.logits(stock, batch)
     for matrix in find_matrices(model, "all").every:
         if matrix.module in names:

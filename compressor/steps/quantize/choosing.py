@@ -1,0 +1,387 @@
+"""Number formats by layer: those that fit into so many bytes at the least KL from the model.
+
+A unit is what gets one format, as servers fuse its matrices: a decoder layer's routed experts, or
+its other matrices. Each unit is rounded alone, and the KL of the whole model is measured, in two
+formats; in others it follows from the squared error of the weights, as a power of it between the
+two, and in proportion below. Units' KLs nearly add up, so that an integer program finds the
+formats of least sum. Two such choices are measured beside one format for all; the best is taken."""
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compressor.data.batches import EvaluationSet
+from compressor.devices import one_thread_each
+from compressor.divergence.evaluator import Evaluator, Figures
+from compressor.errors import CompressionError
+from compressor.formatting import human_bytes
+from compressor.model.opened import OpenModel
+from compressor.model.substitution import Substitution
+from compressor.progress import Progress
+from compressor.steps.quantize.matrices import Matrix
+from compressor.steps.quantize.options import FORMATS, ROW, loaders
+from compressor.steps.quantize.scheme import GROUPS, Scheme, row_chunks
+from compressor.steps.quantize.writing import largest_weights
+
+logger = logging.getLogger(__name__)
+
+PASSES = 1.5  # of the text, that measuring units alone may take
+CHOOSING = 3  # passes of the text that a choice takes at most, with those of what was chosen
+PROBED = 128  # tokens of a sequence of these
+MIDDLE = 4  # bits of the second format that is measured
+ROWS = 32  # of a matrix, by which formats' errors are compared
+FINEST = 8  # bits of the only format whose groups are not chosen, too
+LEAST = 1e-9  # nats: a KL of none, for its logarithm
+Format = Scheme | None  # None leaves the matrices as they are stored
+Formats = Mapping["Unit", Format]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Matrices that get one format: of a decoder layer its `experts`, or what is `dense`."""
+
+    decoder_layer: str
+    part: str
+    matrices: tuple[Matrix, ...] = field(compare=False)
+
+
+def units_of(matrices: Iterable[Matrix]) -> list[Unit]:
+    """Return the units of a model's matrices, in the order of its layers."""
+    found = defaultdict[tuple[str, str], list[Matrix]](list)
+    for matrix in matrices:
+        found[matrix.decoder_layer, matrix.unit].append(matrix)
+    return [Unit(*place, tuple(members)) for place, members in found.items()]
+
+
+def candidates(
+    unit: Unit, servers: Sequence[str], names: Sequence[str] = (*FORMATS,)
+) -> list[Scheme]:
+    """Return the formats of these names, with their groups that divide a unit's matrices, that all
+    servers load, the fewest bits first.
+
+    Where no server is named, these are the integers, which stock transformers loads."""
+    common = math.gcd(*(matrix.columns for matrix in unit.matrices))
+    dividing = [size for size in GROUPS if common % size == 0] or [ROW]
+    schemes = []
+    for name, known in FORMATS.items():
+        if name not in names:
+            continue
+        if known.group_size is not None:
+            sizes = [known.group_size] if common % known.group_size == 0 or not servers else []
+        else:
+            sizes = dividing[:1] if known.bits == FINEST else dividing
+        for size in sizes if servers or name.startswith("int") else []:
+            readers = loaders(name, size == ROW)
+            if all(server in readers for server in servers):
+                schemes.append(Scheme(name, size))
+    return sorted(schemes, key=lambda scheme: scheme.bits_per_weight)
+
+
+@torch.no_grad()
+def round_matrices(
+    model: Any,
+    values: Mapping[str, Tensor],
+    matrices: Sequence[Matrix],
+    scheme: Scheme,
+    dtype: torch.dtype,
+    clip: bool = True,
+) -> dict[str, Tensor]:
+    """Return the entries that hold these matrices of one layer, rounded to nearest.
+
+    `values` are those of the model's entries, which it need not hold itself."""
+    copies = {matrix.key: values[matrix.key].detach().clone() for matrix in matrices}
+    views = {matrix: matrix.within(model, copies[matrix.key]) for matrix in matrices}
+    largest = largest_weights({matrices[0].unit: scheme}, matrices, views.__getitem__)
+
+    def place(matrix: Matrix) -> None:
+        value = views[matrix]
+        value.copy_(nearest(scheme, value, dtype, largest.get(matrix.together), clip))
+
+    with one_thread_each() as pool:
+        list(pool.map(place, matrices))
+    return copies
+
+
+def nearest(
+    scheme: Scheme,
+    weight: Tensor,
+    dtype: torch.dtype,
+    largest: Tensor | None = None,
+    clip: bool = True,
+) -> Tensor:
+    """Return the values [O, I] that are loaded of a matrix [O, I], stored in `dtype`, rounded to
+    nearest; for NVFP4 with the `largest` [1] weight of what shares its global scale."""
+    pieces = []
+    for rows in row_chunks(weight.to(dtype)[None]):
+        value = rows.float().contiguous()
+        scales = scheme.scales(value, dtype, clip, largest)
+        pieces.append(scheme.values(scheme.codes(value, scales), scales)[0])
+    return torch.cat(pieces)
+
+
+@dataclass(eq=False)
+class Sensitivities:
+    """The predicted KL of each unit in each of its formats, in nats per token, and its bytes."""
+
+    units: Sequence[Unit]
+    schemes: Sequence[Sequence[Format]]  # of each unit
+    kl: Sequence[Sequence[float]]
+    nbytes: Sequence[Sequence[int]]
+    shape: Tensor  # [units, n] KL of each sequence over the mean, where a unit alone is rounded
+
+    @property
+    def finest(self) -> list[int]:
+        """The format of most bits of each unit."""
+        bits = [[one.bits_per_weight if one else 0.0 for one in own] for own in self.schemes]
+        return [int(np.argmax(of_unit)) for of_unit in bits]
+
+    @property
+    def coarsest(self) -> list[int]:
+        """The format of fewest bytes of each unit."""
+        return [int(np.argmin(sizes)) for sizes in self.nbytes]
+
+    def of(
+        self, units: Sequence[Unit], schemes: Sequence[Sequence[Scheme]], dtype: torch.dtype
+    ) -> "Sensitivities":
+        """Return those of a smaller model's units, which may also stay as they are stored.
+
+        A format that was not measured here counts as the one with the nearest bits."""
+        known = dict(zip(self.units, zip(self.schemes, self.kl, strict=True), strict=True))
+        kls, sizes = list[list[float]](), list[list[int]]()
+        for unit, own in zip(units, schemes, strict=True):
+            measured = [(scheme, kl) for scheme, kl in zip(*known[unit], strict=True) if scheme]
+
+            def kl_of(scheme: Scheme, measured: Any = measured) -> float:
+                bits = scheme.bits_per_weight
+                return float(min(measured, key=lambda one: abs(one[0].bits_per_weight - bits))[1])
+
+            plain = sum(matrix.rows * matrix.columns for matrix in unit.matrices) * dtype.itemsize
+            kls.append([*map(kl_of, own), 0.0])
+            sizes.append([*(unit_bytes(unit, scheme, dtype) for scheme in own), plain])
+        return Sensitivities(units, [[*own, None] for own in schemes], kls, sizes, self.shape)
+
+    def total(self, choice: Sequence[int]) -> int:
+        """Return the bytes of the matrices in these formats, one number for each unit."""
+        return sum(sizes[number] for sizes, number in zip(self.nbytes, choice, strict=True))
+
+    def predicted(self, choice: Sequence[int]) -> float:
+        """Return the sum of the units' KLs."""
+        return sum(kls[number] for kls, number in zip(self.kl, choice, strict=True))
+
+    def standard_error(self, choice: Sequence[int]) -> float:
+        """Return the standard error over sequences of what is predicted; infinite for one."""
+        kls = [kls[number] for kls, number in zip(self.kl, choice, strict=True)]
+        by_sequence = torch.tensor(kls, dtype=torch.float64) @ self.shape
+        count = len(by_sequence)
+        return float(by_sequence.std()) / math.sqrt(count) if count > 1 else math.inf
+
+    def best(self, limit: int, unlike: Sequence[int] = ()) -> list[int] | None:
+        """Return the format of each unit at the least sum of KLs, in at most so many bytes; None if
+        none is so small.
+
+        At least an eighth of the units have other formats than in the choice `unlike`."""
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        costs, sizes = np.concatenate(self.kl), np.concatenate(self.nbytes).astype(float)
+        counts = [len(kls) for kls in self.kl]
+        begins = np.cumsum([0, *counts[:-1]])
+        once = np.zeros((len(counts), len(costs)))
+        for row, (begin, count) in enumerate(zip(begins, counts, strict=True)):
+            once[row, begin : begin + count] = 1
+        most = sizes.max()
+        limits = [
+            LinearConstraint(sizes / most, -np.inf, limit / most),
+            LinearConstraint(once, 1, 1),
+        ]
+        if unlike:
+            same = np.zeros(len(costs))
+            same[begins + np.asarray(unlike)] = 1
+            limits.append(LinearConstraint(same, 0, len(counts) - math.ceil(len(counts) / 8)))
+        found = milp(
+            costs / costs.max(), constraints=limits, integrality=np.ones(len(costs)),
+            bounds=Bounds(0, 1), options={"mip_rel_gap": 1e-3, "time_limit": 20},
+        )  # fmt: skip
+        if found.x is None:
+            return None
+        rows = np.split(found.x, begins[1:])
+        return [int(row.argmax()) for row in rows]
+
+    def alike(self, limit: int) -> list[int] | None:
+        """Return the choice of one format for all at the least sum of KLs, in at most so many
+        bytes; None if there is none."""
+        choices = list[list[int]]()
+        for scheme in self.schemes[0]:
+            if all(scheme in schemes for schemes in self.schemes):
+                choices.append([schemes.index(scheme) for schemes in self.schemes])
+        fitting = [choice for choice in choices if self.total(choice) <= limit]
+        return min(fitting, key=self.predicted, default=None)
+
+    def formats(self, choice: Sequence[int]) -> dict[Unit, Format]:
+        """Return the format of each unit."""
+        return {
+            unit: schemes[number]
+            for unit, schemes, number in zip(self.units, self.schemes, choice, strict=True)
+        }
+
+
+def rounding(model: OpenModel, formats: Formats, dtype: torch.dtype) -> Substitution:
+    """Return the variant of a model in which these units are rounded to nearest."""
+
+    def tensors(decoder_layer: str) -> dict[str, Tensor] | None:
+        changed = dict[str, Tensor]()
+        live = model.partial.model
+        for unit, scheme in formats.items():
+            if unit.decoder_layer == decoder_layer and scheme is not None:
+                values = {matrix.key: live.get_parameter(matrix.key) for matrix in unit.matrices}
+                changed |= round_matrices(live, values, unit.matrices, scheme, dtype)
+        return changed or None
+
+    return Substitution(tensors)
+
+
+def probes_of(batches: Sequence[Tensor], variants: int) -> list[Tensor]:
+    """Return the text [B, L] on which so many variants take `PASSES` of the batches [B, L]."""
+    tokens = sum(batch.numel() for batch in batches) * PASSES / variants
+    rows = torch.cat([batch[:, :PROBED] for batch in batches])
+    return list(rows[: max(1, round(tokens / rows.shape[1]))].split(8))
+
+
+def sensitivities(
+    model: OpenModel,
+    units: Sequence[Unit],
+    schemes: Sequence[Sequence[Scheme]],
+    batches: Sequence[Tensor],
+    dtype: torch.dtype,
+    progress: Progress,
+) -> Sensitivities:
+    """Measure each unit alone on text [B, L] in its smallest format and in one of `MIDDLE` bits,
+    side by side in one streamed pass."""
+    errors = dict[Unit, list[float]]()
+    probed = list[tuple[int, int]]()  # number of a unit, number of its format
+    variants = []
+
+    def measured(unit: Unit, own: Sequence[Scheme], change: Substitution) -> Substitution:
+        assert change.tensors is not None
+        tensors = change.tensors
+
+        def and_errors(decoder_layer: str) -> Mapping[str, Tensor] | None:
+            if unit.decoder_layer == decoder_layer and unit not in errors:
+                errors[unit] = errors_of(model.partial.model, unit, own, dtype)
+            return tensors(decoder_layer)
+
+        return replace(change, tensors=and_errors)
+
+    for number, (unit, own) in enumerate(zip(units, schemes, strict=True)):
+        middle = next((place for place, one in enumerate(own) if one.bits >= MIDDLE), 0)
+        for place in sorted({0, middle}):
+            probed.append((number, place))
+            variants.append(measured(unit, own, rounding(model, {unit: own[place]}, dtype)))
+    evaluator = Evaluator.of(model, probes_of(batches, len(variants)))
+    figures = evaluator.measure(model, variants, progress=progress, phase="round units alone")
+    known = defaultdict[int, list[tuple[float, float]]](list)  # error and KL of a unit's formats
+    for (number, place), figure in zip(probed, figures, strict=True):
+        known[number].append((errors[units[number]][place], max(figure.means["kl"], LEAST)))
+    kl, nbytes, shape = [], [], dict[int, Tensor]()
+    for (number, _), figure in zip(probed, figures, strict=True):
+        shape.setdefault(number, figure.kl.double() / max(figure.means["kl"], LEAST))
+    for number, (unit, own) in enumerate(zip(units, schemes, strict=True)):
+        kl.append([interpolated(error, known[number]) for error in errors[unit]])
+        nbytes.append([unit_bytes(unit, scheme, dtype) for scheme in own])
+    return Sensitivities(units, schemes, kl, nbytes, torch.stack([*shape.values()]))
+
+
+def unit_bytes(unit: Unit, scheme: Scheme, dtype: torch.dtype) -> int:
+    """Return the bytes of a unit's matrices as they are stored in a format."""
+    return sum(scheme.nbytes(matrix.rows, matrix.columns, dtype) for matrix in unit.matrices)
+
+
+@torch.no_grad()
+def errors_of(model: Any, unit: Unit, schemes: Sequence[Scheme], dtype: torch.dtype) -> list[float]:
+    """Return the squared error of a unit's weights in each format, by some rows of each matrix."""
+    totals = [0.0] * len(schemes)
+    for matrix in unit.matrices:
+        weight = matrix.of(model)
+        rows = weight[:: max(1, len(weight) // ROWS)].float()
+        for number, scheme in enumerate(schemes):
+            totals[number] += float((nearest(scheme, rows, dtype) - rows).square().sum())
+    return totals
+
+
+def interpolated(error: float, known: Sequence[tuple[float, float]]) -> float:
+    """Return the KL of a format with this squared error from those of one or two others: in
+    proportion to it below the smaller one, a power of it above."""
+    (coarse, most), (fine, least) = known[0], known[-1]
+    if error <= fine or coarse <= fine:
+        return least * error / fine if fine else least
+    power = math.log(max(most, least) / least) / math.log(coarse / fine)
+    return float(least * (error / fine) ** power)
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A choice of formats that was measured against the model, on held-out text."""
+
+    name: str
+    formats: Formats
+    nbytes: int
+    predicted: float  # KL in nats per token
+    figures: Figures
+
+    @property
+    def kl(self) -> float:
+        return self.figures.means["kl"]
+
+
+def choose(
+    model: OpenModel,
+    table: Sensitivities,
+    limit: int,
+    heldout: Sequence[Tensor],
+    dtype: torch.dtype,
+    progress: Progress,
+) -> list[Tried]:
+    """Return two choices within `limit` bytes of the quantised matrices and one format for all,
+    measured on held-out text [B, L], the best first.
+
+    Raises `CompressionError` naming the smallest possible."""
+    first = table.best(limit)
+    if first is None:
+        least = table.total(table.coarsest)
+        raise CompressionError(
+            f"quantize: {human_bytes(limit)} are too few for these weights; the smallest possible "
+            f"is {human_bytes(least)}"
+        )
+    named: dict[str, list[int] | None] = {
+        "by layer": first,
+        "by layer, another way": table.best(limit, unlike=first),
+    }
+    alike = table.alike(limit)
+    if alike is not None:
+        widest = table.schemes[0][alike[0]]
+        assert widest is not None
+        named[f"{widest.label} for all"] = alike
+    choices = {name: choice for name, choice in named.items() if choice is not None}
+    variants = [rounding(model, table.formats(choice), dtype) for choice in choices.values()]
+    evaluator = Evaluator(model, [EvaluationSet("held-out", tuple(heldout))])
+    results = evaluator.measure(model, variants, progress=progress, phase="compare choices")
+    tried = [
+        Tried(name, table.formats(choice), table.total(choice), table.predicted(choice), figures)
+        for (name, choice), figures in zip(choices.items(), results, strict=True)
+    ]
+    return sorted(tried, key=lambda one: one.kl if math.isfinite(one.kl) else math.inf)
+
+
+def chosen_layers(formats: Formats) -> dict[str, dict[str, str]]:
+    """Return formats as a decision, and the option `layers`, hold them."""
+    layers = defaultdict[str, dict[str, str]](dict)
+    for unit, scheme in formats.items():
+        if scheme is not None:
+            layers[unit.decoder_layer][unit.part] = scheme.label
+    return dict(layers)
