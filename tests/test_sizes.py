@@ -80,10 +80,8 @@ def test_compress_takes_the_best_that_fits_and_leaves_steps_that_repeat_it(
     tensors = load_file(out / "model.safetensors")
     assert sum(value.nbytes for value in tensors.values()) <= 250_000
     steps = yaml.safe_load((out / "recipe.yaml").read_text())["steps"]
-    assert steps[0]["prune"]["ratio"] < 0.5 and {*steps[-1]["quantize"]["layers"]} == {
-        "model.layers.0",
-        "model.layers.1",
-    }
+    experts = {units["experts"] for units in steps[-1]["quantize"]["layers"].values()}
+    assert len(experts) == 1  # which stock transformers reads alike in all layers
     assert run("compress", out / "recipe.yaml", "-o", again).status == 0
     for name, value in load_file(again / "model.safetensors").items():
         assert torch.equal(value.view(torch.uint8), tensors[name].view(torch.uint8)), name

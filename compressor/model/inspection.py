@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+import transformers
+
 from compressor.checkpoint.loader_fault import block_fault, loader_fault
 from compressor.checkpoint.reader import Checkpoint, Size, TensorInfo, tensor_bytes
 from compressor.checkpoint.source import ModelSource, fetch_headers, locate
@@ -134,10 +136,18 @@ def stock_fault(model: OpenModel) -> str | None:
     as far as known."""
     quantization = model.checkpoint.quantization
     fault = None
+    layers = set[str]()
     for name, role in model.layout.roles.items():
-        if role.family.endswith("weight_scale"):
-            fault = loader_fault(quantization, name.rpartition(".")[0])
-            break
+        is_first = role.family.endswith("weight_scale") and role.layer not in layers
+        if not is_first or fault is not None:
+            continue
+        layers.add(role.layer)
+        fault = loader_fault(quantization, name.rpartition(".")[0])
+        if fault is not None and len(layers) > 1:
+            fault = (
+                f"transformers {transformers.__version__} reads the experts of all layers in one "
+                "number format, and these have several"
+            )
     if fault is None and quantization.get("quant_method") == "compressed-tensors":
         fault = stock_report(model)
     return fault or block_fault(model.checkpoint)

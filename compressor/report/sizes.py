@@ -398,7 +398,9 @@ def best_trials(
             f"no format that --for {','.join(grid.servers)} loads fits the model"
         )
     batches = data.without_heldout().batches
-    table = sensitivities(base, units, schemes, batches, whole.stored, progress)
+    together = not servers or TRANSFORMERS in grid.servers
+    given = batches, whole.stored, progress, together
+    table = sensitivities(base, units, schemes, *given)
     trials = list[Trial]()
     for share, row in stored.items():
         smaller = share.units(dense)

@@ -9,7 +9,7 @@ formats of least sum. Two such choices are measured beside one format for all; t
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from compressor.formatting import human_bytes
 from compressor.model.opened import OpenModel
 from compressor.model.substitution import Substitution
 from compressor.progress import Progress
-from compressor.steps.quantize.matrices import Matrix
+from compressor.steps.quantize.matrices import EXPERTS, Matrix
 from compressor.steps.quantize.options import FORMATS, ROW, loaders
 from compressor.steps.quantize.scheme import GROUPS, Scheme, row_chunks
 from compressor.steps.quantize.writing import largest_weights
@@ -135,6 +135,8 @@ class Sensitivities:
     kl: Sequence[Sequence[float]]
     nbytes: Sequence[Sequence[int]]
     shape: Tensor  # [units, n] KL of each sequence over the mean, where a unit alone is rounded
+    # True if all experts get one format: stock transformers reads those of all layers alike
+    together: bool = True
 
     @property
     def finest(self) -> list[int]:
@@ -165,7 +167,8 @@ class Sensitivities:
             plain = sum(matrix.rows * matrix.columns for matrix in unit.matrices) * dtype.itemsize
             kls.append([*map(kl_of, own), 0.0])
             sizes.append([*(unit_bytes(unit, scheme, dtype) for scheme in own), plain])
-        return Sensitivities(units, [[*own, None] for own in schemes], kls, sizes, self.shape)
+        formats = [[*own, None] for own in schemes]
+        return Sensitivities(units, formats, kls, sizes, self.shape, self.together)
 
     def total(self, choice: Sequence[int]) -> int:
         """Return the bytes of the matrices in these formats, one number for each unit."""
@@ -187,6 +190,22 @@ class Sensitivities:
         none is so small.
 
         At least an eighth of the units have other formats than in the choice `unlike`."""
+        if not self.together:
+            return self._solved(limit, unlike)
+        of_experts = [
+            {*own}
+            for unit, own in zip(self.units, self.schemes, strict=True)
+            if unit.part == EXPERTS
+        ]
+        common = set[Format].intersection(*of_experts) if of_experts else {None}
+        choices = [self._solved(limit, unlike, {scheme}) for scheme in common]
+        found = [choice for choice in choices if choice is not None]
+        return min(found, key=self.predicted, default=None)
+
+    def _solved(
+        self, limit: int, unlike: Sequence[int], experts: Collection[Format] | None = None
+    ) -> list[int] | None:
+        """Solve the integer program, with one of these formats for all experts."""
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         costs, sizes = np.concatenate(self.kl), np.concatenate(self.nbytes).astype(float)
@@ -204,9 +223,15 @@ class Sensitivities:
             same = np.zeros(len(costs))
             same[begins + np.asarray(unlike)] = 1
             limits.append(LinearConstraint(same, 0, len(counts) - math.ceil(len(counts) / 8)))
+        allowed = [
+            experts is None or unit.part != EXPERTS or scheme in experts
+            for unit, own in zip(self.units, self.schemes, strict=True)
+            for scheme in own
+        ]
         found = milp(
             costs / costs.max(), constraints=limits, integrality=np.ones(len(costs)),
-            bounds=Bounds(0, 1), options={"mip_rel_gap": 1e-3, "time_limit": 20},
+            bounds=Bounds(0, np.asarray(allowed, dtype=float)),
+            options={"mip_rel_gap": 1e-3, "time_limit": 20},
         )  # fmt: skip
         if found.x is None:
             return None
@@ -260,6 +285,7 @@ def sensitivities(
     batches: Sequence[Tensor],
     dtype: torch.dtype,
     progress: Progress,
+    together: bool = True,
 ) -> Sensitivities:
     """Measure each unit alone on text [B, L] in its smallest format and in one of `MIDDLE` bits,
     side by side in one streamed pass."""
@@ -294,7 +320,7 @@ def sensitivities(
     for number, (unit, own) in enumerate(zip(units, schemes, strict=True)):
         kl.append([interpolated(error, known[number]) for error in errors[unit]])
         nbytes.append([unit_bytes(unit, scheme, dtype) for scheme in own])
-    return Sensitivities(units, schemes, kl, nbytes, torch.stack([*shape.values()]))
+    return Sensitivities(units, schemes, kl, nbytes, torch.stack([*shape.values()]), together)
 
 
 def unit_bytes(unit: Unit, scheme: Scheme, dtype: torch.dtype) -> int:

@@ -90,8 +90,9 @@ class Quantize(StepOptions):
     """Bytes of the whole output instead: 16GB, 500MB or a number."""
     servers: Names = ()
     """Servers that have to load the formats that bits or bytes choose: vllm, sglang, llama.cpp."""
-    # formats that were chosen: by decoder layer, for its "experts" and what is "dense"; no option
     layers: Mapping[str, Mapping[str, str]] | None = None
+    """Formats that were chosen, by decoder layer, then for its experts and what is dense:
+    {model.layers.0: {experts: int3/64, dense: int8/64}}."""
 
     @property
     def by_layer(self) -> bool:

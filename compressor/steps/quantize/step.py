@@ -195,7 +195,9 @@ class QuantizeStep(Step[Quantize]):
         dtype = stored_dtype(model)
         units, schemes = self._candidates(model)
         batches = calibration.without_heldout().batches
-        table = sensitivities(model, units, schemes, batches, dtype, state.progress)
+        together = not self.options.servers  # which read each layer by itself
+        given = batches, dtype, state.progress, together
+        table = sensitivities(model, units, schemes, *given)
         if self.options.bits is not None:
             weights = sum(
                 matrix.rows * matrix.columns for unit in units for matrix in unit.matrices

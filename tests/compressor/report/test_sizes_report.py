@@ -103,7 +103,7 @@ def test_the_cache_counts_and_what_does_not_fit_is_said() -> None:
     assert choice(replace(made, limit=None)) == []
     assert sentences(replace(made, left_out=("int3 with 1/2 of the experts (odd)",)))[-2:] == [
         "Left out: int3 with 1/2 of the experts (odd).",
-        "Not tried: GPTQ in place of rounding to nearest, int2, other group sizes, fewer bits for attention, "
+        "Not tried: GPTQ in place of rounding to nearest, int2, "
         "strategies other than auto, corrections other than ridge, other shares and splits.",
     ]
 

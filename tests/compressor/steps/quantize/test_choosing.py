@@ -22,11 +22,16 @@ def test_the_choice_is_that_of_all_combinations() -> None:
     units = [Unit(f"layers.{number // 2}", ("experts", "dense")[number % 2], ()) for number in range(6)]
     kl = torch.rand(6, 4, generator=draw).sort(descending=True).values.tolist()
     nbytes = [[size * weight for size in (2, 3, 4, 8)] for weight in (5, 7, 1, 9, 4, 6)]
-    table = Sensitivities(units, [FORMATS] * 6, kl, nbytes, torch.ones(6, 1))
+    table = Sensitivities(units, [FORMATS] * 6, kl, nbytes, torch.ones(6, 1), together=False)
+    one = Sensitivities(units, [FORMATS] * 6, kl, nbytes, torch.ones(6, 1))
     for limit in (64, 90, 130, 200, 256):
         choices = [choice for choice in product(range(4), repeat=6) if table.total(choice) <= limit]
         best = table.best(limit)
         assert best is not None and table.total(best) <= limit
+        joined = [choice for choice in choices if len({*choice[0::2]}) == 1]
+        found = one.best(limit)
+        assert found is not None and len({*found[0::2]}) == 1
+        assert one.predicted(found) == pytest.approx(min(map(one.predicted, joined)), rel=1e-3)
         assert table.predicted(best) == pytest.approx(min(map(table.predicted, choices)), rel=1e-3)
         other = table.best(limit, unlike=best)
         assert other != best
@@ -55,7 +60,7 @@ def test_layers_in_several_formats_are_loaded_and_pruned_like_others(home: Path,
     out, model = tmp_path / "out", home / "model"
     layers = {
         "model.layers.0": {"experts": "int3/32", "dense": "int8/64"},
-        "model.layers.1": {"experts": "int4/64"},
+        "model.layers.1": {"experts": "int3/32"},
     }
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps({"model": str(model), "steps": [{"quantize": {"targets": "all", "layers": layers}}]}))

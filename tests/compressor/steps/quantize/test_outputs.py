@@ -10,6 +10,7 @@ import torch
 import transformers
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.utils.match import match_name
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -229,12 +230,15 @@ def decompressed(out: Path) -> dict[str, Tensor]:
     """The weight of every quantised module of an output, by compressed-tensors' own hand."""
     stored = tensors_of(out)
     config = QuantizationConfig.model_validate(config_of(out)["quantization_config"])
-    kind = BaseCompressor.get_value_from_registry(config.format)
     found = dict[str, Tensor]()
     for module in packed_modules(stored):
         names = [name for name in stored if name.startswith(f"{module}.weight")]
         parts = {name.rpartition(".")[2]: stored[name] for name in names}
-        found[module] = kind.decompress(parts, config.config_groups["group_0"])["weight"]
+        groups = [*config.config_groups.values()]
+        named = [group for group in groups if any(match_name(module, target) for target in group.targets)]
+        (scheme,) = named or groups
+        kind = BaseCompressor.get_value_from_registry(scheme.format or config.format)
+        found[module] = kind.decompress(parts, scheme)["weight"]
     return found
 
 
@@ -244,6 +248,42 @@ def text_model(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> 
     save(name, folder, dtype, **WIDE[name], **size)
     small.tokenizer().save_pretrained(folder)
     return folder
+
+
+SHARED_EXPERTS = [zoo.full("deepseek_v3"), "qwen3_moe"]  # with, without
+STOCK: dict[str, tuple[list[str], list[str]]] = {  # experts' formats and others', of the layers in turn
+    "several among experts": (["int3/32", "int2/32"], ["int4/32", "int8/32"]),
+    "several among others": (["int3/32"], ["int8/32", "fp8"]),
+    "two": (["mxfp4"], ["int8/32"]),
+}
+
+
+@pytest.mark.parametrize("case", STOCK)
+@pytest.mark.parametrize("name", SHARED_EXPERTS)
+def test_formats_that_differ_by_layer_are_loaded_as_they_are_stored(name: str, case: str, tmp_path: Path) -> None:
+    """Stock transformers takes one format for the experts of all layers; others are said to be its fault."""
+    source, out = save(name, tmp_path / "model", **WIDE[name]), tmp_path / "out"
+    layers = dict[str, dict[str, str]]()
+    for matrix in find_matrices(open_model(locate(str(source))), ALL).every:
+        of_unit = STOCK[case][matrix.unit != "experts"]
+        number = int(matrix.decoder_layer.rpartition(".")[2])
+        layers.setdefault(matrix.decoder_layer, {})[matrix.unit] = of_unit[number % len(of_unit)]
+    compressor.compress(str(source), out, [compressor.Quantize(layers=layers, targets="all")])
+    assert verify_against_base(out, str(source)).passed
+    opened = open_model(locate(str(out)))
+    opened.partial.load(opened.partial.empty)
+    weights = decompressed(out)
+    for matrix in find_matrices(open_model(locate(str(source))), ALL).every:
+        stored = matrix.of(opened.partial.model)
+        assert torch.equal(stored, weights[matrix.module].to(stored.dtype)), matrix.module
+    model, fault = loaded(name, out)
+    assert (fault is not None and "reads the experts of all layers in one" in fault) == (case == next(iter(STOCK)))
+    assert unlike(model, opened.partial.model) == []
+    pruned = [compressor.Prune(strategy="aimer", experts=4)]
+    compressor.compress(str(out), tmp_path / "pruned", pruned)
+    halves = decompressed(tmp_path / "pruned")
+    whole = {value.numpy().tobytes() for value in (matrix.float() for matrix in weights.values())}
+    assert {value.float().numpy().tobytes() for value in halves.values()} <= whole
 
 
 SIZES: dict[str, Any] = {"samples": 16, "sequence_length": 64}

@@ -1,5 +1,6 @@
 """The pass of GPTQ over two MoE layers, against Hessians of what the stock model's experts are given."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def quantized(model: OpenModel, stock: Any, folder: Path, targets: str = "expert
     return scheme, found
 
 
-def given(stock: Any, layer: str) -> tuple[Tensor, Tensor]:
+def given(stock: Any, layer: str, batches: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Hidden states [T, H] that come to a layer's experts, and whether [T, E] a token is routed to each."""
     experts = stock.get_submodule(layer)
     seen = list[tuple[Tensor, Tensor]]()
@@ -54,7 +55,7 @@ def given(stock: Any, layer: str) -> tuple[Tensor, Tensor]:
         seen.append((hidden.detach(), torch.stack(hits, dim=1)))
 
     with experts.register_forward_pre_hook(called):
-        for batch in opened_models.batches(stock, (16, 16, 16, 16), 64):
+        for batch in batches:
             zoo.logits(stock, batch)
     if not seen:  # of vision's experts, text reaches none
         return torch.zeros(0, stock.config.get_text_config().hidden_size), torch.zeros(0, experts.num_experts).bool()
@@ -76,7 +77,9 @@ def test_each_matrix_is_rounded_on_what_it_is_given(name: str, tmp_path: Path) -
     scheme, found = quantized(model, stock, tmp_path / "kept")
     every, rest = find_matrices(model, "experts").every, 0
     for layer in model.architecture.layers:
-        hidden, hits = given(stock, layer.name)  # of a model whose earlier layers are rounded
+        hidden, hits = given(
+            stock, layer.name, opened_models.batches(stock, (16, 16, 16, 16), 64)
+        )  # of a model whose earlier layers are rounded
         experts = stock.get_submodule(layer.name)
         own = [matrix for matrix in every if matrix.owner == layer.name]
         for matrix in sorted(own, key=lambda each: each.part == "down"):
@@ -117,3 +120,34 @@ def test_inputs_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     sentence = r"layers.1\..*: its inputs are not finite on the calibration text; try --dtype float32"
     with pytest.raises(CompressionError, match=sentence):
         quantized(model, stock, tmp_path / "kept")
+
+
+@torch.no_grad()
+def test_experts_with_little_text_are_named_and_kept_layers_of_other_formats_are_made_again(tmp_path: Path) -> None:
+    """Down is rounded to nearest with fewer than three tokens for each of its columns."""
+    stock, model = opened_models.opened("mixtral", tmp_path / "model")
+    matrices = find_matrices(model, "experts")
+    batches = opened_models.batches(stock, (4, 4), 32)
+    text, (first, second) = opened_models.calibration(batches), model.architecture.decoder_layers[:2]
+    layer = model.architecture.layers[0]
+    _, hits = given(stock, layer.name, batches)
+    columns = next(matrix.columns for matrix in matrices.every if matrix.part == "down")
+    few = [expert for expert, count in enumerate(hits.sum(0).tolist()) if count < 3 * columns]
+    schemes = {first: {"experts": Scheme("int3", 8)}, second: {"experts": Scheme("int2", 8)}}
+    writer = Writer(model, schemes, matrices, tmp_path / "kept")
+    named = quantize_sequentially(writer, text, Silent(), 0)
+    assert few and named[first] == few
+    scheme = schemes[first]["experts"]
+    stored = load_tensors(tmp_path / "kept" / f"{first}.safetensors")
+    for matrix in matrices.of(first):
+        if matrix.part == "down" and matrix.expert in few:
+            weight = matrix.of(stock)[None].contiguous()
+            scales = scheme.scales(weight, torch.float32, clip=True)
+            names = scheme.stored(matrix.rows, matrix.columns, torch.float32)
+            value = scheme.unpack({name: stored[f"{matrix.module}.{name}"] for name in names})
+            assert torch.equal(value, scheme.values(scheme.codes(weight, scales), scales)[0])
+    times = [(tmp_path / "kept" / f"{name}.safetensors").stat().st_mtime_ns for name in (first, second)]
+    other = Writer(model, {**schemes, second: {"experts": Scheme("int4", 8)}}, matrices, tmp_path / "kept")
+    assert quantize_sequentially(other, text, Silent(), 0)[first] == few
+    later = [(tmp_path / "kept" / f"{name}.safetensors").stat().st_mtime_ns for name in (first, second)]
+    assert later[0] == times[0] and later[1] > times[1]
