@@ -346,9 +346,10 @@ def compare_sizes(
         rows += measure(trials)
         if limit is not None:
             stored = dict(zip((share for share, _, _ in trials), rows, strict=True))
-            _, reasons = planned[0].variants(grid.schemes, grid.servers)
+            loaded, reasons = planned[0].variants(grid.schemes, grid.servers)
             left_out += reasons
-            trials = best_trials(base, stored, data, limit, grid, run.progress)
+            names = [variant.scheme for variant, _ in loaded]
+            trials = best_trials(base, stored, data, limit, names, grid.servers, run.progress)
             drawn = random_trial(base, trials, data, run.progress, Path(folder), seed)
             rows += measure([*trials, *([drawn] if drawn else [])])
     return Comparison(
@@ -374,31 +375,28 @@ def best_trials(
     stored: Mapping[PlannedShare, Row],
     data: Calibration,
     limit: int,
-    grid: Grid,
+    names: Sequence[str],
+    servers: Sequence[str],
     progress: Progress,
 ) -> list[Trial]:
     """Return the three shares, each with formats by layer, of least predicted KL in `limit` bytes,
-    and the best of those with one format for all.
+    and the best of those with one format for all. The `servers` load the formats of these `names`.
 
     Predicted is the measured KL of the share as `stored` and the sum of what rounding each unit of
     the base costs."""
-    servers = [SERVERS[name] for name in grid.servers if name in SERVERS]
-    loaded, _ = next(iter(stored)).variants(grid.schemes, grid.servers)
-    names = [variant.scheme for variant, _ in loaded]
+    shown = [SERVERS[name] for name in servers if name in SERVERS]
     dense = [matrix for matrix in find_matrices(base, ALL).every if matrix.expert is None]
     whole = next(iter(stored))
     units = whole.units(dense)
 
     def formats_of(units: Sequence[Unit]) -> list[list[Scheme]]:
-        return [candidates(unit, servers, names) for unit in units]
+        return [candidates(unit, shown, names) for unit in units]
 
     schemes = formats_of(units)
     if not all(schemes):
-        raise CompressionError(
-            f"no format that --for {','.join(grid.servers)} loads fits the model"
-        )
+        raise CompressionError(f"no format that --for {','.join(servers)} loads fits the model")
     batches = data.without_heldout().batches
-    together = not servers or TRANSFORMERS in grid.servers
+    together = not shown or TRANSFORMERS in servers
     given = batches, whole.stored, progress, together
     table = sensitivities(base, units, schemes, *given)
     trials = list[Trial]()

@@ -6,7 +6,6 @@ formats; in others it follows from the squared error of the weights, as a power 
 two, and in proportion below. Units' KLs nearly add up, so that an integer program finds the
 formats of least sum. Two such choices are measured beside one format for all; the best is taken."""
 
-import logging
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -27,10 +26,8 @@ from compressor.model.substitution import Substitution
 from compressor.progress import Progress
 from compressor.steps.quantize.matrices import EXPERTS, Matrix
 from compressor.steps.quantize.options import FORMATS, ROW, loaders
-from compressor.steps.quantize.scheme import GROUPS, Scheme, row_chunks
-from compressor.steps.quantize.writing import largest_weights
-
-logger = logging.getLogger(__name__)
+from compressor.steps.quantize.scheme import GROUPS, Scheme
+from compressor.steps.quantize.writing import largest_weights, rounded
 
 PASSES = 1.5  # of the text, that measuring units alone may take
 CHOOSING = 3  # passes of the text that a choice takes at most, with those of what was chosen
@@ -50,6 +47,10 @@ class Unit:
     decoder_layer: str
     part: str
     matrices: tuple[Matrix, ...] = field(compare=False)
+
+    @property
+    def weights(self) -> int:
+        return sum(matrix.rows * matrix.columns for matrix in self.matrices)
 
 
 def units_of(matrices: Iterable[Matrix]) -> list[Unit]:
@@ -118,12 +119,9 @@ def nearest(
 ) -> Tensor:
     """Return the values [O, I] that are loaded of a matrix [O, I], stored in `dtype`, rounded to
     nearest; for NVFP4 with the `largest` [1] weight of what shares its global scale."""
-    pieces = []
-    for rows in row_chunks(weight.to(dtype)[None]):
-        value = rows.float().contiguous()
-        scales = scheme.scales(value, dtype, clip, largest)
-        pieces.append(scheme.values(scheme.codes(value, scales), scales)[0])
-    return torch.cat(pieces)
+    value = weight.to(dtype)[None]
+    pieces = rounded(scheme, value, scheme.ranges(value), dtype, largest, clip)
+    return torch.cat([scheme.values(codes, scales)[0] for codes, scales in pieces])
 
 
 @dataclass(eq=False)
@@ -134,15 +132,17 @@ class Sensitivities:
     schemes: Sequence[Sequence[Format]]  # of each unit
     kl: Sequence[Sequence[float]]
     nbytes: Sequence[Sequence[int]]
-    shape: Tensor  # [units, n] KL of each sequence over the mean, where a unit alone is rounded
     # True if all experts get one format: stock transformers reads those of all layers alike
     together: bool = True
 
     @property
     def finest(self) -> list[int]:
         """The format of most bits of each unit."""
-        bits = [[one.bits_per_weight if one else 0.0 for one in own] for own in self.schemes]
-        return [int(np.argmax(of_unit)) for of_unit in bits]
+        numbers = []
+        for own in self.schemes:
+            bits = [scheme.bits_per_weight if scheme else 0.0 for scheme in own]
+            numbers.append(int(np.argmax(bits)))
+        return numbers
 
     @property
     def coarsest(self) -> list[int]:
@@ -164,11 +164,11 @@ class Sensitivities:
                 bits = scheme.bits_per_weight
                 return float(min(measured, key=lambda one: abs(one[0].bits_per_weight - bits))[1])
 
-            plain = sum(matrix.rows * matrix.columns for matrix in unit.matrices) * dtype.itemsize
+            plain = unit.weights * dtype.itemsize
             kls.append([*map(kl_of, own), 0.0])
             sizes.append([*(unit_bytes(unit, scheme, dtype) for scheme in own), plain])
         formats = [[*own, None] for own in schemes]
-        return Sensitivities(units, formats, kls, sizes, self.shape, self.together)
+        return Sensitivities(units, formats, kls, sizes, self.together)
 
     def total(self, choice: Sequence[int]) -> int:
         """Return the bytes of the matrices in these formats, one number for each unit."""
@@ -177,13 +177,6 @@ class Sensitivities:
     def predicted(self, choice: Sequence[int]) -> float:
         """Return the sum of the units' KLs."""
         return sum(kls[number] for kls, number in zip(self.kl, choice, strict=True))
-
-    def standard_error(self, choice: Sequence[int]) -> float:
-        """Return the standard error over sequences of what is predicted; infinite for one."""
-        kls = [kls[number] for kls, number in zip(self.kl, choice, strict=True)]
-        by_sequence = torch.tensor(kls, dtype=torch.float64) @ self.shape
-        count = len(by_sequence)
-        return float(by_sequence.std()) / math.sqrt(count) if count > 1 else math.inf
 
     def best(self, limit: int, unlike: Sequence[int] = ()) -> list[int] | None:
         """Return the format of each unit at the least sum of KLs, in at most so many bytes; None if
@@ -242,7 +235,7 @@ class Sensitivities:
         """Return the choice of one format for all at the least sum of KLs, in at most so many
         bytes; None if there is none."""
         choices = list[list[int]]()
-        for scheme in self.schemes[0]:
+        for scheme in filter(None, self.schemes[0]):
             if all(scheme in schemes for schemes in self.schemes):
                 choices.append([schemes.index(scheme) for schemes in self.schemes])
         fitting = [choice for choice in choices if self.total(choice) <= limit]
@@ -314,13 +307,11 @@ def sensitivities(
     known = defaultdict[int, list[tuple[float, float]]](list)  # error and KL of a unit's formats
     for (number, place), figure in zip(probed, figures, strict=True):
         known[number].append((errors[units[number]][place], max(figure.means["kl"], LEAST)))
-    kl, nbytes, shape = [], [], dict[int, Tensor]()
-    for (number, _), figure in zip(probed, figures, strict=True):
-        shape.setdefault(number, figure.kl.double() / max(figure.means["kl"], LEAST))
+    kl, nbytes = [], []
     for number, (unit, own) in enumerate(zip(units, schemes, strict=True)):
         kl.append([interpolated(error, known[number]) for error in errors[unit]])
         nbytes.append([unit_bytes(unit, scheme, dtype) for scheme in own])
-    return Sensitivities(units, schemes, kl, nbytes, torch.stack([*shape.values()]), together)
+    return Sensitivities(units, schemes, kl, nbytes, together)
 
 
 def unit_bytes(unit: Unit, scheme: Scheme, dtype: torch.dtype) -> int:

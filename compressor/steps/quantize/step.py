@@ -63,13 +63,9 @@ class QuantizeStep(Step[Quantize]):
         if chooses:
             units, schemes = self._candidates(model)
             scheme = schemes[0][0]
-            least = sum(
-                unit_bytes(unit, own[0], model.partial.dtype)
-                for unit, own in zip(units, schemes, strict=True)
-            )
-            weights = sum(
-                matrix.rows * matrix.columns for unit in units for matrix in unit.matrices
-            )
+            smallest = zip(units, schemes, strict=True)
+            least = sum(unit_bytes(unit, own[0], model.partial.dtype) for unit, own in smallest)
+            weights = sum(unit.weights for unit in units)
             if self.options.bits is not None and 8 * least > self.options.bits * weights:
                 raise CompressionError(
                     f"quantize: {self.options.bits:g} bits are below the smallest possible, "
@@ -177,16 +173,17 @@ class QuantizeStep(Step[Quantize]):
         if not self._chooses:
             return self._facts(state.model, *self._chosen(state.model, self.options.layers))
         tried = self._choices(state)
-        best = tried[0]
-        facts = self._facts(state.model, *self._chosen(state.model, chosen_layers(best.formats)))
-        weights = facts["weights"]
+        layers = chosen_layers(tried[0].formats)
+        if not layers:
+            raise CompressionError("quantize: the model fits as it is stored; leave quantize out")
+        facts = self._facts(state.model, *self._chosen(state.model, layers))
         choices = []
         for one in tried:
             error = float(one.figures.kl.std()) / math.sqrt(one.figures.sequences)
             rates = {"predicted_kl": one.predicted, "kl": one.kl, "standard_error": error}
             figures = {name: round(value, 6) for name, value in rates.items()}
             choices.append({"name": one.name, "bytes": one.nbytes, **figures})
-        return {**facts, "weights": weights, "choices": choices}
+        return {**facts, "choices": choices}
 
     def _choices(self, state: State) -> list[Tried]:
         """Return the choices of formats that were measured, the best first."""
@@ -199,9 +196,7 @@ class QuantizeStep(Step[Quantize]):
         given = batches, dtype, state.progress, together
         table = sensitivities(model, units, schemes, *given)
         if self.options.bits is not None:
-            weights = sum(
-                matrix.rows * matrix.columns for unit in units for matrix in unit.matrices
-            )
+            weights = sum(unit.weights for unit in units)
             limit = int(self.options.bits * weights / 8)
         else:
             assert self.options.bytes is not None
