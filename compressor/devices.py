@@ -1,6 +1,7 @@
 """Devices: choosing one, its free memory, where float64 sums are added up, and threads for small
 pieces."""
 
+import platform
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,6 +33,14 @@ def pick_device(name: str) -> torch.device:
             f"device {name!r} cannot be used ({reason}); pass --device cpu or auto"
         ) from error
     return device
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a device's model."""
+    if device.type == "cpu":
+        return f"cpu ({platform.processor()}, {torch.backends.cpu.get_cpu_capability()})"
+    module = torch.get_device_module(device)
+    return module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
 
 
 def free_memory(device: torch.device) -> int | None:

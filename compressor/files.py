@@ -41,6 +41,7 @@ GRAPH = "model.onnx"  # of an ONNX export
 LONE_HALVES = "backslashreplace"
 SUMS = "SHA256SUMS"  # digests of an output's files
 GOLDEN = "golden_answers.json"  # what the model answers, by which a copy is known
+RECEIPT = "receipt.json"  # how far the output is from its base, to be repeated by anyone
 RECORDS = ("compression.json", "onnx_export.json")  # the records in an output of this tool
 PNG = b"\x89PNG\r\n\x1a\n"  # the first bytes of such a picture
 PAGE_END = 2_000  # bytes at a page's end that hold who made it
@@ -48,7 +49,7 @@ TEMPLATES = "additional_chat_templates"  # the one sub-folder that loaders read
 WEIGHTS = re.compile(r".+\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|onnx\.data)")
 BESIDE = re.compile(
     r"(.+[_-])?(config|tokenizer|template|params)\.json|(special_tokens_map"
-    r"|added_tokens|vocab|gate|golden_answers)\.json"
+    r"|added_tokens|vocab|gate|golden_answers|receipt)\.json"
     r"|.+\.index\.json|(vocab|merges)\.txt|.+\.(tiktoken|spm|bpe|codes|jinja)"
     r"|.*(tokenizer|spiece|sentencepiece).*\.model"
     r"|(configuration|modeling|tokenization|processing|image_processing)_\w+\.py"

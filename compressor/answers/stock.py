@@ -37,7 +37,7 @@ from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import ModelSource
 from compressor.devices import pick_device
 from compressor.errors import CompressionError, wrap_faults
-from compressor.files import GOLDEN, file_digest
+from compressor.files import GOLDEN, RECEIPT, file_digest
 from compressor.model.architecture import build_meta, load_config, model_class
 from compressor.model.opened import load_whole, memory_budget, pick_dtype
 from compressor.progress import Progress, quiet_transformers
@@ -289,7 +289,7 @@ def checkpoint_facts(source: ModelSource, digests: bool = False) -> dict[str, An
     files = {}
     for path in sorted(source.folder.iterdir()):
         is_text = path.suffix in READ_WHOLE and path.is_file()
-        if is_text and path.name not in (REPORT, GOLDEN):
+        if is_text and path.name not in (REPORT, GOLDEN, RECEIPT):
             files[path.name] = file_digest(path)
     weights = [list(entry) for entry in Checkpoint(source.folder).stamp()]
     facts: dict[str, Any] = {"weights": weights, "files": files}

@@ -13,6 +13,7 @@ from compressor.cli.options import RUNNING, SERVERS, Running, flag, options_of
 from compressor.cli.terminal import print_report, progress_bars, written_line
 from compressor.document.blocks import Block
 from compressor.entry_points import kind_of_file
+from compressor.errors import CompressionError
 from compressor.files import GOLDEN, lock_output, refuse_absent, write_file
 from compressor.records import plain_json
 
@@ -44,6 +45,9 @@ def check(
     base: Annotated[
         str | None, flag("Model it was made from: compare digests, and each tensor with it.")
     ] = None,
+    receipt: Annotated[
+        bool, flag("Repeat the figures of receipt.json with --base instead of that.")
+    ] = False,
     output: Annotated[
         Path | None, flag("Where to write them (default: golden_answers.json in the folder).")
     ] = None,
@@ -61,7 +65,16 @@ def check(
     content: Mapping[str, Any]
     blocks: Iterable[Block]
     with progress_bars(running.as_json) as progress:
-        if base is not None:
+        if receipt:
+            from compressor.pipeline.receipt import repeat_receipt
+
+            if base is None:
+                raise CompressionError("--receipt compares an output with its base: add --base")
+            folder = locate(model, running.revision, progress).folder
+            repeated = repeat_receipt(folder, base, running.device, progress)
+            content, blocks = repeated.to_dict(), repeated.blocks()
+            status = int(repeated.verdict == "different")
+        elif base is not None:
             from compressor.pipeline.verify import verify_against_base
 
             folder = locate(model, running.revision, progress).folder

@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax
+from torch.nn.utils.rnn import pad_sequence
 
 from compressor.data.batches import EvaluationSet
 from compressor.devices import as_float64
@@ -84,6 +85,9 @@ class Figures:
     # sums of its probability there by the base and by the variant; and the same two at all other
     # positions
     stop_tokens: Tensor = field(default_factory=lambda: torch.empty(0))
+    # [n, N, 4], float32: KL, loss, flip and base's loss of each predicted token, then zeros; only
+    # of an evaluator that keeps them
+    by_token: Tensor = field(default_factory=lambda: torch.empty(0))
 
     @property
     def sequences(self) -> int:
@@ -124,9 +128,9 @@ def require_enough(
 @torch.no_grad()
 def compare_sequence(
     ours: Tensor, theirs: Tensor, targets: Tensor, stop_tokens: Sequence[Sequence[int]] = ()
-) -> list[float]:
+) -> tuple[list[float], Tensor]:
     """Return a sequence's KL, loss, flips and base's loss, means over positions; then five for each
-    set of stop tokens.
+    set of stop tokens. Also return the first four by position, [N, 4].
 
     Logits of variant and base, [N, V] each, and the next tokens [N]. The last five are those of
     `Figures.stop_tokens`."""
@@ -156,7 +160,8 @@ def compare_sequence(
         parts.append(torch.stack(columns))
     by_position = torch.cat(parts, 1)
     means = [values.mean() for values in by_position[:4]]
-    return torch.stack([*means, *(values.sum() for values in by_position[4:])]).tolist()
+    figures = torch.stack([*means, *(values.sum() for values in by_position[4:])]).tolist()
+    return figures, by_position[:4].T
 
 
 def rows_at_once(tokens: int, vocabulary: int) -> int:
@@ -168,8 +173,9 @@ class Evaluator:
     """A base model and held-out text, on which any number of variants are compared with it.
 
     `stop_tokens` are sets of tokens, such as those that end a text, whose probabilities are
-    measured, too. If it `waits` for its variants, what it keeps of the base is on disk. Each of
-    several ranks keeps and runs its share of the batches; figures are those of all."""
+    measured, too. If it `waits` for its variants, what it keeps of the base is on disk. Figures of
+    each token are kept if `by_token`. Each of several ranks keeps and runs its share of the
+    batches; figures are those of all."""
 
     def __init__(
         self,
@@ -177,8 +183,10 @@ class Evaluator:
         sets: Sequence[EvaluationSet],
         stop_tokens: Sequence[Sequence[int]] = (),
         waits: bool = False,
+        by_token: bool = False,
     ) -> None:
         model = base.partial.model
+        self.by_token = by_token
         self.stop_tokens = tuple(map(tuple, stop_tokens))
         self.base = base
         self.names = tuple(entry.name for entry in sets)
@@ -295,7 +303,7 @@ class HeldoutProbe(LogitReader):
         self.evaluator = evaluator
         self.entries = entries
         self.figures = list[Figures]()
-        self._by_sequence = dict[tuple[int, int], list[list[float]]]()
+        self._by_sequence = dict[tuple[int, int], list[tuple[list[float], Tensor]]]()
 
     @property
     def batches(self) -> list[Tensor]:
@@ -378,23 +386,29 @@ class HeldoutProbe(LogitReader):
         figures = []
         by_sequence = (values.split(counts) for values in (targets, *logits.chunk(2)))
         for following, ours, base in zip(*by_sequence, strict=True):
-            figures.append(compare_sequence(ours, base, following, evaluator.stop_tokens))
+            means, by_token = compare_sequence(ours, base, following, evaluator.stop_tokens)
+            kept = by_token.float().cpu() if evaluator.by_token else torch.empty(0, 4)
+            figures.append((means, kept))
         self._by_sequence[variant, number] = figures
 
     def add_up(self) -> None:
         """Put together what every rank's batches have shown, in the order of the batches."""
         evaluator = self.evaluator
-        by_entry: dict[tuple[int, int], list[list[float]]] = {}
+        by_entry: dict[tuple[int, int], list[tuple[list[float], Tensor]]] = {}
         for entries in ranks().all_gather(self._by_sequence):
             by_entry |= entries
         rows = defaultdict(list)  # by variant: a sequence's figures, tokens and evaluation set
+        by_token = defaultdict(list)
         for variant, number in sorted(by_entry):
             counts = evaluator.counted[number].sum(1).tolist()
-            for figures, tokens in zip(by_entry[variant, number], counts, strict=True):
-                rows[variant].append([*figures, tokens, evaluator.domains[number]])
-        for of_variant in rows.values():
+            for (sequence, kept), tokens in zip(by_entry[variant, number], counts, strict=True):
+                rows[variant].append([*sequence, tokens, evaluator.domains[number]])
+                by_token[variant].append(kept)
+        for variant, of_variant in rows.items():
             columns = torch.tensor(of_variant, dtype=torch.float64)
             kl, loss, flips, base_loss = columns[:, :4].T
             stop_tokens = columns[:, 4:-2].reshape(len(columns), -1, 5)
             counts, domains = columns[:, -2:].long().T
-            self.figures.append(Figures(kl, loss, flips, counts, domains, base_loss, stop_tokens))
+            means = kl, loss, flips, counts, domains, base_loss, stop_tokens
+            of_tokens = pad_sequence(by_token[variant], batch_first=True)
+            self.figures.append(Figures(*means, of_tokens))

@@ -22,7 +22,7 @@ from compressor.checkpoint.reader import (
 )
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
-from compressor.files import GOLDEN, SUMS, TEMPLATES
+from compressor.files import GOLDEN, RECEIPT, SUMS, TEMPLATES
 from compressor.hub.card import CARD
 from compressor.model.constant_experts import SubstitutedCheckpoint, declared
 from compressor.model.mtp import written_heads
@@ -45,7 +45,7 @@ LICENCES = ("LICENSE", "LICENCE", "NOTICE", "COPYING")
 PICTURES = (".gif", ".jpeg", ".jpg", ".png", ".svg", ".webp")
 EVAL_RESULTS = ".eval_results/moe-compressor.yaml"
 # what says how the weights were made and judged
-OF_THE_WEIGHTS = ("compression.json", RECIPE, "gate.json", GOLDEN, EVAL_RESULTS)
+OF_THE_WEIGHTS = ("compression.json", RECIPE, "gate.json", GOLDEN, RECEIPT, EVAL_RESULTS)
 SHOWN = re.compile(r"!\[[^\]]*\]\(\s*<?([^)\s>]+)|<img\b[^>]*?\bsrc=[\"']([^\"']+)", re.IGNORECASE)
 WEIGHT_NAMES = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 

@@ -14,11 +14,12 @@ from compressor.checkpoint.source import ModelSource
 from compressor.data.sources import without_folders
 from compressor.document.blocks import Table
 from compressor.errors import CompressionError
-from compressor.files import TOOL
+from compressor.files import RECEIPT, TOOL
 from compressor.formatting import human_bytes, human_count, share
 from compressor.model.inspection import stock_fault
 from compressor.model.opened import OpenModel, advice_on, open_model, served_model
 from compressor.model.serving import Advice
+from compressor.pipeline.receipt import Receipt, read_receipt
 from compressor.quality_gate.domain_divergence import DomainDivergence
 from compressor.quality_gate.report import gate_of, read_gate
 from compressor.quality_gate.verdict import GateResult
@@ -104,6 +105,7 @@ class Outcome:
     loader_fault: str | None = None  # what stock transformers does wrong with quantised experts
     acceptance: Acceptance = field(default_factory=dict)
     heldout: DomainDivergence | None = None  # of base and output on held-out text, if there is any
+    receipt: Receipt | None = field(default=None, repr=False)  # of the same
     versions: Mapping[str, str] = field(default_factory=versions)  # of the packages that made it
     command: tuple[str, ...] | None = None  # that was run; None: not known
     gate: GateResult | None = None  # about these very weights
@@ -345,6 +347,7 @@ def read_outcome(folder: Path, gate: Path | GateResult | None = None) -> Outcome
         loader_fault=fault_of(folder),
         acceptance=run.acceptance,
         heldout=record.heldout,
+        receipt=read_receipt(folder / RECEIPT) if (folder / RECEIPT).is_file() else None,
         versions=record.versions,
         command=run.command,
         gate=gate_of(folder, gate),

@@ -20,15 +20,14 @@ from compressor.checkpoint.reader import CONFIG, Size
 from compressor.checkpoint.source import ModelSource, find_model
 from compressor.data.sources import with_folders
 from compressor.distributed import ranks
-from compressor.divergence.evaluator import FEWEST, Evaluator
+from compressor.divergence.evaluator import FEWEST
 from compressor.errors import CompressionError, reason_of, without_tokens
-from compressor.files import GOLDEN, clear, work_folder
+from compressor.files import GOLDEN, RECEIPT, clear, work_folder
 from compressor.formatting import joined
 from compressor.golden.answers import GoldenAnswers, golden_json
 from compressor.golden.measure import make_golden
 from compressor.memory import PeakMemory
-from compressor.model.opened import OpenModel, open_alike, open_model, served_model
-from compressor.model.substitution import AS_IT_IS, Substitution
+from compressor.model.opened import OpenModel, open_alike, served_model
 from compressor.model.verification import check_carried
 from compressor.pipeline.formats import formats_of, write_formats
 from compressor.pipeline.gate import PreparedGate, judge
@@ -41,6 +40,12 @@ from compressor.pipeline.outcome import (
     read_outcome,
     record_of,
     servers_of,
+)
+from compressor.pipeline.receipt import (
+    Receipt,
+    make_receipt,
+    measure_output,
+    receipt_evaluator,
 )
 from compressor.pipeline.resolve import (
     ResolvedRecipe,
@@ -57,7 +62,7 @@ from compressor.quality_gate.report import read_gate
 from compressor.recipe.plan import KEPT_WHOLE, ExpertPlan
 from compressor.recipe.recipe import RECIPE, SAFETENSORS, Recipe, recipe_of_plan, recipe_yaml
 from compressor.recipe.steps_plan import Plan, PlannedStep
-from compressor.records import plain_json, read_as, read_object
+from compressor.records import plain_json, read_as, read_object, readable_json
 from compressor.run_record import (
     COMPRESSION,
     RunRecord,
@@ -68,7 +73,6 @@ from compressor.run_record import (
     request_key,
 )
 from compressor.steps.configuration import changed_fields
-from compressor.steps.constants.step import read_constants
 from compressor.steps.correct.heads import acceptance_of
 from compressor.steps.job import copy_job
 from compressor.steps.step import Result, Run, State
@@ -163,7 +167,7 @@ def run(recipe: Recipe, delivery: Delivery, plan: Plan | None = None) -> Outcome
                     text = next(iter(state.texts.values()))
                     # without a head, of which a warning is due in the end
                     with suppress(CompressionError):
-                        state.evaluator = Evaluator(base, text.evaluation, waits=True)
+                        state.evaluator = receipt_evaluator(base, text.evaluation, waits=True)
                 jobs, folder = run_steps(state)
                 ranks().barrier()
                 outcome = _finish(resolved, state, jobs, folder, delivery, session.peak, request)
@@ -248,6 +252,7 @@ def _finish(
 
     with state.clock.phase("write"):
         ranks().broadcast(assemble_output)
+    heldout, receipt = _heldout_divergence(resolved, state, output)
     outcome = Outcome(
         out=str(delivery.out),
         plan=state.plan,
@@ -261,7 +266,8 @@ def _finish(
         zeroed_fields=job.zeroed,
         config_fields=changed_fields(model.checkpoint.raw_config, read_object(folder / CONFIG)),
         servers=servers_of(resolved.view, experts),
-        heldout=_heldout_divergence(resolved, state, output),
+        heldout=heldout,
+        receipt=receipt,
     )
     files = [name for name in job.files if name != CONFIG]
     aligned = experts.has_constants or served_model(resolved.view).aligned
@@ -296,6 +302,9 @@ def _finish(
     if (output / CONFIG).is_file():
         if golden is not None and ranks().is_first:
             (output / GOLDEN).write_text(golden_json(golden), encoding="utf-8")
+        if receipt is not None and ranks().is_first:
+            content = readable_json(plain_json(receipt))
+            (output / RECEIPT).write_text(content, encoding="utf-8")
         with state.clock.phase("write"):
             ranks().broadcast(lambda: write_digests(output))
     outcome = replace(
@@ -340,51 +349,42 @@ def _golden_answers(resolved: ResolvedRecipe, state: Run, folder: Path) -> Golde
 
 def _heldout_divergence(
     resolved: ResolvedRecipe, state: Run, folder: Path
-) -> DomainDivergence | None:
-    """Return the output's divergence from the base on held-out text; None without text or
-    evaluation.
+) -> tuple[DomainDivergence | None, Receipt | None]:
+    """Return the output's divergence from the base on held-out text, and the receipt of it; None
+    without text or evaluation.
 
     A failed comparison does not end the run: a warning says why it failed.
     """
     if not resolved.recipe.output.evaluate:
-        return None
+        return None, None
     try:
         with state.clock.phase("read text"):
             text = evaluation_text(resolved, state.texts)
         if text is None:
-            return None
-        evaluator = state.evaluator or Evaluator(state.base, text.evaluation)
-        if evaluator.sequences < FEWEST:
-            message = (
-                f"the text leaves {evaluator.sequences} sequences to compare on, fewer than "
-                f"{FEWEST}"
-            )
+            return None, None
+        sequences = sum(sum(map(len, entry.batches)) for entry in text.evaluation)
+        if sequences < FEWEST:
+            message = f"the text leaves {sequences} sequences to compare on, fewer than {FEWEST}"
             raise CompressionError(
                 f"{message}; give more text, or lower --samples or --sequence-length"
             )
-        settings = state.base.dtype_name, str(state.base.partial.device)
-        variant = AS_IT_IS
-        if not state.plan.expert_plan.has_constants:
-            output = open_model(ModelSource(str(folder), None, folder), *settings)
-        else:
-            output, constants = read_constants(folder, *settings)
-            variant = Substitution(constants=constants)
+        evaluator = state.evaluator or receipt_evaluator(state.base, text.evaluation)
+        names = [without_tokens(entry.name) for entry in text.evaluation]
         with state.clock.phase("evaluate"):
-            (figures,) = evaluator.measure(output, [variant], progress=state.progress)
-        divergence = domain_divergence(
-            figures, dict(enumerate(map(without_tokens, evaluator.names)))
-        )
+            figures = measure_output(evaluator, folder, state.progress)
+            divergence = domain_divergence(figures, dict(enumerate(names)))
+            receipt = ranks().broadcast(lambda: make_receipt(evaluator, figures, folder))
     except CompressionError as error:
         logger.warning("output and base are not compared on held-out text: %s", error)
-        return None
-    short = [without_tokens(name) for name in evaluator.names if name in text.short]
+        return None, None
+    short = [without_tokens(entry.name) for entry in text.evaluation if entry.name in text.short]
     if short:
         few = f"{joined(short)} had too little text for this alone"
         note = f"{few}: among its sequences are held-out ones by which steps have chosen."
         divergence = replace(divergence, note=note)
     content = json.dumps(plain_json(divergence))
     rounded = json.loads(content, parse_float=lambda number: round(float(number), 6))
-    return read_as(DomainDivergence, rounded)
+    return read_as(DomainDivergence, rounded), receipt
 
 
 def run_steps(run: Run) -> tuple[list[OutputJob], Path]:

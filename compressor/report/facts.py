@@ -56,6 +56,15 @@ def facts(outcome: Outcome, view: str) -> Facts:
         add(f"{name}: sources", Items(parts) if len(parts) > 1 else "")
         digest = Code(text["sha256"]) if "sha256" in text else ""
         add(f"{name}: SHA-256 of the token ids", digest)
+    if outcome.receipt is not None:
+        figures = outcome.receipt.figures
+        words = (
+            f"KL {figures.kl:.4f} (median {figures.kl_median:.4f}, 95% {figures.kl_p95:.4f}, "
+            f"99% {figures.kl_p99:.4f}, largest {figures.kl_largest:.4f}), the base's greedy token "
+            f"at {figures.agreement:.1%}, loss {figures.base_loss:.4f} → {figures.loss:.4f}, over "
+            f"{outcome.receipt.tokens:,} tokens; check --receipt repeats it"
+        )
+        add("Receipt", words)
     if outcome.seconds:
         phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in outcome.seconds.items())
         add("Time", f"{phases}; peak memory {human_bytes(outcome.peak_memory)}", TERMINAL)
