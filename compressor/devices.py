@@ -38,7 +38,7 @@ def pick_device(name: str) -> torch.device:
 def device_name(device: torch.device) -> str:
     """Return the name of a device's model."""
     if device.type == "cpu":
-        return f"cpu ({platform.processor()}, {torch.backends.cpu.get_cpu_capability()})"
+        return f"cpu ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})"
     module = torch.get_device_module(device)
     return module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
 

@@ -1,25 +1,29 @@
 """receipt.json: how far an output is from its base on held-out text, and all that repeats the
 figures: token ids, digests of both models, device and versions.
 
-Another device rounds otherwise. How much that changes is estimated while the run compares output
-and base: first halves of some sequences are run once more, alone, where kernels add up in another
-order. The band of a figure is four times the root mean square of what that changes."""
+Another device rounds otherwise. How much that changes is estimated in the comparison itself: some
+sequences pass the output once more, where what its modules return is moved by up to half a unit in
+the last place. The band of a figure is four times the root mean square, over these
+sequences, of what that changes."""
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, fields, replace
+from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compressor.checkpoint.reader import CONFIG, Checkpoint
 from compressor.checkpoint.source import ModelSource, find_model
-from compressor.data.batches import EvaluationSet, EvaluationSets
+from compressor.data.batches import EvaluationSet
 from compressor.devices import device_name
 from compressor.divergence.evaluator import Evaluator, Figures
 from compressor.document.blocks import Block, Facts, Table, Text
@@ -28,7 +32,7 @@ from compressor.files import RECEIPT, file_digest
 from compressor.formatting import label
 from compressor.model.constant_experts import declared
 from compressor.model.inputs import Inputs
-from compressor.model.opened import OpenModel, open_model
+from compressor.model.opened import open_model
 from compressor.model.streaming import TINY
 from compressor.model.substitution import AS_IT_IS, Substitution
 from compressor.progress import SILENT, Progress
@@ -40,11 +44,9 @@ FORMAT = "moe-compressor-receipt/1"
 MOST_BYTES = 2**22  # of a file
 MOST_TOKEN_BYTES = 10**6  # of the token ids, as JSON
 DIGITS = 6  # of a figure
-HALVES = 8  # sequences whose first halves are run once more
-LEAST_TO_HALVE = 4  # tokens
-TIMES = 4.0  # of what halves change
-EXACT = 1e-5  # nats, or share of tokens, that float32 leaves open
-OPEN = 1 / 8  # of a dtype's epsilon, which narrower ones leave open
+MOVED = 8  # sequences by which the band is estimated
+TIMES = 4.0  # of what rounding otherwise changes
+EXACT = 1e-5  # nats, or share of tokens, that any device leaves open
 FLIPS = 2  # tokens that may turn on any device
 Batch = tuple[tuple[Count, ...], ...]  # token ids [B, L]
 
@@ -113,28 +115,33 @@ def file_digests(folder: Path) -> dict[str, str]:
         return dict(zip(names, digests, strict=True))
 
 
-def _halves(batches: Iterable[Tensor]) -> dict[int, Tensor]:
-    """Return first halves [1, L / 2] of some sequences without media, by the numbers of these among
-    all sequences."""
-    rows = [row for batch in batches for row in batch.split(1)]
-    numbers = [
-        number
-        for number, row in enumerate(rows)
-        if not isinstance(row, Inputs) and row.shape[1] >= LEAST_TO_HALVE
-    ]
-    step = -(-len(numbers) // HALVES) or 1
-    return {number: rows[number][:, : rows[number].shape[1] // 2] for number in numbers[::step]}
+@contextmanager
+def as_elsewhere(model: Any, decoder_layer: str) -> Iterator[None]:
+    """Move what attention, experts and norms of a decoder layer return by up to half a unit in the
+    last place of each number, as another order of adding up may."""
+
+    def move(name: str, _: nn.Module, args: Any, output: Any) -> Any:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if not (isinstance(hidden, Tensor) and hidden.is_floating_point()):
+            return None
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        noise = torch.rand(hidden.shape, generator=generator).to(hidden.device) - 0.5
+        step = torch.finfo(hidden.dtype).eps
+        moved = (hidden.float() * (1 + step * noise)).to(hidden.dtype)
+        return (moved, *output[1:]) if isinstance(output, tuple) else moved
+
+    with ExitStack() as hooks:
+        for name, module in model.get_submodule(decoder_layer).named_children():
+            hook = partial(move, f"{decoder_layer}.{name}")
+            hooks.enter_context(module.register_forward_hook(hook))
+        yield
 
 
-def receipt_evaluator(base: OpenModel, sets: EvaluationSets, waits: bool = False) -> Evaluator:
-    """Return an evaluator on held-out text and, as a last set, halves of some of its sequences."""
-    halves = _halves(batch for entry in sets for batch in entry.batches)
-    last = EvaluationSet("", tuple(halves.values()))
-    return Evaluator(base, [*sets, last], waits=waits, by_token=True)
-
-
-def measure_output(evaluator: Evaluator, folder: Path, progress: Progress = SILENT) -> Figures:
-    """Return the figures of the model in a folder, which may have constants."""
+def measure_output(
+    evaluator: Evaluator, folder: Path, progress: Progress = SILENT
+) -> tuple[Figures, Figures]:
+    """Return the figures of the model in a folder, which may have constants, and of a few batches
+    as another device may compute them."""
     settings = evaluator.base.dtype_name, str(evaluator.base.partial.device)
     variant = AS_IT_IS
     if declared(read_object(folder / CONFIG)):
@@ -142,8 +149,17 @@ def measure_output(evaluator: Evaluator, folder: Path, progress: Progress = SILE
         variant = Substitution(constants=constants)
     else:
         output = open_model(ModelSource(str(folder), None, folder), *settings)
-    (figures,) = evaluator.measure(output, [variant], progress=progress)
-    return figures
+    variants = variant, replace(variant, around=as_elsewhere)
+    last = _moved_batches(evaluator)
+    figures, moved = evaluator.measure(output, variants, progress=progress, only_last=last)
+    return figures, moved
+
+
+def _moved_batches(evaluator: Evaluator) -> range:
+    """Return the numbers of the batches, throughout the text, with about so many sequences as the
+    band is estimated on."""
+    wanted = -(-MOVED // len(evaluator.batches[0]))
+    return range(0, len(evaluator.batches), -(-len(evaluator.batches) // wanted))
 
 
 def _tokens(figures: Figures, sequences: Iterable[int]) -> Tensor:
@@ -151,23 +167,22 @@ def _tokens(figures: Figures, sequences: Iterable[int]) -> Tensor:
     return torch.cat([figures.by_token[row, : figures.tokens[row]] for row in sequences])
 
 
-def make_receipt(evaluator: Evaluator, figures: Figures, folder: Path) -> Receipt | None:
-    """Return the receipt of the output in a folder, by its figures on the text of
-    `receipt_evaluator`; None if that is media or sequences of fewer than four tokens.
+def make_receipt(
+    evaluator: Evaluator, figures: Figures, moved: Figures, folder: Path
+) -> Receipt | None:
+    """Return the receipt of the output in a folder, by both results of `measure_output`; None if
+    all of its text has media.
 
     Where token ids take more than 1 MB, batches are left out throughout the text, and the figures
     are those of the others."""
-    last = len(evaluator.names) - 1
-    halves_begin = sum(domain < last for domain in evaluator.domains)
-    batches = evaluator.batches[:halves_begin]
-    halves = _halves(batches)
-    if not halves:
+    batches = evaluator.batches
+    sizes = [0 if isinstance(batch, Inputs) else len(str(batch.tolist())) for batch in batches]
+    if not any(sizes):
         return None
     text = dict[str, list[Any]]()
-    sequences = list[int]()
-    sizes = [0 if isinstance(batch, Inputs) else len(str(batch.tolist())) for batch in batches]
+    recorded = list[int]()
     share = min(1.0, MOST_TOKEN_BYTES / sum(sizes))
-    ends = accumulate(map(len, batches))
+    ends = [*accumulate(map(len, batches))]
     read = written = 0
     for number, (batch, size, end) in enumerate(zip(batches, sizes, ends, strict=True)):
         read += size
@@ -175,26 +190,29 @@ def make_receipt(evaluator: Evaluator, figures: Figures, folder: Path) -> Receip
             written += size
             name = without_tokens(evaluator.names[evaluator.domains[number]])
             text.setdefault(name, []).append(batch.tolist())
-            sequences += range(end - len(batch), end)
-    totals = ReceiptFigures.of(_tokens(figures, sequences))
+            recorded += range(end - len(batch), end)
+    totals = ReceiptFigures.of(_tokens(figures, recorded))
+    sequences = list[int]()
+    for number in _moved_batches(evaluator):
+        sequences += range(ends[number] - len(batches[number]), ends[number])
     pairs = list[Tensor]()
-    for alone, together in enumerate(halves, figures.sequences - len(halves)):
-        half = _tokens(figures, [alone])
-        both = half, figures.by_token[together, : len(half)]
+    for row, sequence in enumerate(sequences):
+        both = _tokens(figures, [sequence]), _tokens(moved, [row])
         pairs.append(torch.tensor([astuple(ReceiptFigures.of(tokens)) for tokens in both]))
-    values = torch.stack(pairs)
+    values = torch.stack(pairs)  # [n, 2, figures]
     change = values.diff(dim=1).square().mean((0, 1)).sqrt()
-    # a figure of all text, such as the largest KL, may be larger than those of halves
+    # a figure of all text, such as the largest KL, may be larger than those of sequences
     scale = values.square().mean((0, 1)).sqrt().clamp(min=TINY)
     change *= (torch.tensor(astuple(totals)) / scale).clamp(min=1)
-    least = max(EXACT, OPEN * torch.finfo(evaluator.base.partial.dtype).eps)
-    band = ReceiptFigures(*(round(value, DIGITS) for value in (TIMES * change + least).tolist()))
-    tokens = int(figures.tokens[sequences].sum())
+    band = ReceiptFigures(*(round(value, DIGITS) for value in (TIMES * change + EXACT).tolist()))
+    tokens = int(figures.tokens[recorded].sum())
+    agreement = round(band.agreement + FLIPS / tokens, DIGITS)
     source = evaluator.base.source
     content = {
         "format": FORMAT,
         "figures": totals,
-        "band": replace(band, agreement=round(band.agreement + FLIPS / tokens, DIGITS)),
+        # the base was not moved, and loses as the output does
+        "band": replace(band, agreement=agreement, base_loss=band.loss),
         "tokens": tokens,
         "sha256": text_digest(text),
         "base": ReceiptBase(label(source.label), source.revision, file_digests(source.folder)),
@@ -299,7 +317,7 @@ def repeat_receipt(
             raise CompressionError(f"{path} has token ids that {base} does not know; {RESTORE}")
         sets.append(EvaluationSet(name, tensors))
     evaluator = Evaluator(model, sets, by_token=True)
-    figures = measure_output(evaluator, folder, progress)
+    figures, _ = measure_output(evaluator, folder, progress)
     by_token = _tokens(figures, range(figures.sequences))
     device = device_name(model.partial.device)
     return ReceiptVerdict(str(path), receipt, ReceiptFigures.of(by_token), device, versions())

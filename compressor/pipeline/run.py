@@ -20,7 +20,7 @@ from compressor.checkpoint.reader import CONFIG, Size
 from compressor.checkpoint.source import ModelSource, find_model
 from compressor.data.sources import with_folders
 from compressor.distributed import ranks
-from compressor.divergence.evaluator import FEWEST
+from compressor.divergence.evaluator import FEWEST, Evaluator
 from compressor.errors import CompressionError, reason_of, without_tokens
 from compressor.files import GOLDEN, RECEIPT, clear, work_folder
 from compressor.formatting import joined
@@ -41,12 +41,7 @@ from compressor.pipeline.outcome import (
     record_of,
     servers_of,
 )
-from compressor.pipeline.receipt import (
-    Receipt,
-    make_receipt,
-    measure_output,
-    receipt_evaluator,
-)
+from compressor.pipeline.receipt import Receipt, make_receipt, measure_output
 from compressor.pipeline.resolve import (
     ResolvedRecipe,
     begin,
@@ -167,7 +162,9 @@ def run(recipe: Recipe, delivery: Delivery, plan: Plan | None = None) -> Outcome
                     text = next(iter(state.texts.values()))
                     # without a head, of which a warning is due in the end
                     with suppress(CompressionError):
-                        state.evaluator = receipt_evaluator(base, text.evaluation, waits=True)
+                        state.evaluator = Evaluator(
+                            base, text.evaluation, waits=True, by_token=True
+                        )
                 jobs, folder = run_steps(state)
                 ranks().barrier()
                 outcome = _finish(resolved, state, jobs, folder, delivery, session.peak, request)
@@ -362,22 +359,25 @@ def _heldout_divergence(
             text = evaluation_text(resolved, state.texts)
         if text is None:
             return None, None
-        sequences = sum(sum(map(len, entry.batches)) for entry in text.evaluation)
-        if sequences < FEWEST:
-            message = f"the text leaves {sequences} sequences to compare on, fewer than {FEWEST}"
+        evaluator = state.evaluator or Evaluator(state.base, text.evaluation, by_token=True)
+        if evaluator.sequences < FEWEST:
+            message = (
+                f"the text leaves {evaluator.sequences} sequences to compare on, fewer than "
+                f"{FEWEST}"
+            )
             raise CompressionError(
                 f"{message}; give more text, or lower --samples or --sequence-length"
             )
-        evaluator = state.evaluator or receipt_evaluator(state.base, text.evaluation)
-        names = [without_tokens(entry.name) for entry in text.evaluation]
         with state.clock.phase("evaluate"):
-            figures = measure_output(evaluator, folder, state.progress)
-            divergence = domain_divergence(figures, dict(enumerate(names)))
-            receipt = ranks().broadcast(lambda: make_receipt(evaluator, figures, folder))
+            figures, moved = measure_output(evaluator, folder, state.progress)
+            divergence = domain_divergence(
+                figures, dict(enumerate(map(without_tokens, evaluator.names)))
+            )
+            receipt = ranks().broadcast(lambda: make_receipt(evaluator, figures, moved, folder))
     except CompressionError as error:
         logger.warning("output and base are not compared on held-out text: %s", error)
         return None, None
-    short = [without_tokens(entry.name) for entry in text.evaluation if entry.name in text.short]
+    short = [without_tokens(name) for name in evaluator.names if name in text.short]
     if short:
         few = f"{joined(short)} had too little text for this alone"
         note = f"{few}: among its sequences are held-out ones by which steps have chosen."
