@@ -81,7 +81,7 @@ class ReceiptBase:
 
     model: str
     revision: str | None  # the commit of a Hub id
-    files: Mapping[str, str]  # as of the output
+    files: Mapping[str, str]  # SHA-256 of config.json and of each file of weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Receipt:
     tokens: Count  # that are predicted: all of each sequence but the first
     sha256: str  # of `text`, as JSON without blanks
     base: ReceiptBase
-    output: Mapping[str, str]  # SHA-256 of config.json and of each file of weights
+    output: Mapping[str, str]  # as `files` of the base
     dtype: Literal["float32", "bfloat16", "float16"]  # that both models computed in
     device: str
     versions: Mapping[str, str]
@@ -177,11 +177,9 @@ def make_receipt(
     are those of the others."""
     batches = evaluator.batches
     sizes = [0 if isinstance(batch, Inputs) else len(str(batch.tolist())) for batch in batches]
-    if not any(sizes):
-        return None
     text = dict[str, list[Any]]()
     recorded = list[int]()
-    share = min(1.0, MOST_TOKEN_BYTES / sum(sizes))
+    share = min(1.0, MOST_TOKEN_BYTES / max(sum(sizes), 1))
     ends = [*accumulate(map(len, batches))]
     read = written = 0
     for number, (batch, size, end) in enumerate(zip(batches, sizes, ends, strict=True)):
@@ -191,6 +189,8 @@ def make_receipt(
             name = without_tokens(evaluator.names[evaluator.domains[number]])
             text.setdefault(name, []).append(batch.tolist())
             recorded += range(end - len(batch), end)
+    if not recorded:
+        return None
     totals = ReceiptFigures.of(_tokens(figures, recorded))
     sequences = list[int]()
     for number in _moved_batches(evaluator):
