@@ -489,7 +489,7 @@ def collect(
                 give_back()
             progress.advance(layer.name)
         return
-    watching = _Watching(
+    watching = Watching(
         lambda layer: CalibrationCollector(model, layer, needs, calibration, routers, seed)
     )
     visitors = [watching, *along] if end is None else [watching, end, *along]
@@ -516,7 +516,9 @@ def collect(
                 collector.detach()
 
 
-class _Watching(LayerVisitor):
+class Watching(LayerVisitor):
+    """Has the MoE layers of each decoder layer observed while it is loaded; `active` are theirs."""
+
     def __init__(self, collector_of: Callable[[MoeLayer], CalibrationCollector]) -> None:
         self.collector_of = collector_of
         self.active = list[CalibrationCollector]()
