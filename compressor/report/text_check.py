@@ -4,7 +4,6 @@ The pass is that of a plan by the default recipe at three quarters of the expert
 batch goes into one plan, half into another, so that their difference shows the chance in them."""
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,19 +14,11 @@ from compressor.document.blocks import Block, Facts, Heading, Table, Text
 from compressor.errors import CompressionError
 from compressor.formatting import counted, human_bytes, percent
 from compressor.model.experts import width_of
-from compressor.model.opened import OpenModel
 from compressor.pipeline.dry_run import DryRun, dry_run
 from compressor.pipeline.resolve import Session, read_calibration
-from compressor.progress import Progress
 from compressor.recipe.recipe import Recipe, default_steps
 from compressor.recipe.step import TextOptions
-from compressor.statistics.statistics import (
-    CalibrationCollector,
-    LayerStatistics,
-    Watching,
-    collect,
-    smaller_routers,
-)
+from compressor.statistics.statistics import collect
 from compressor.steps.prune.options import Prune
 from compressor.steps.prune.planning import spec_of
 
@@ -127,18 +118,6 @@ def halves(calibration: Calibration) -> tuple[Calibration, Calibration]:
     return replace(whole, heldout=odd), replace(whole, heldout=even)
 
 
-def halves_statistics(
-    model: OpenModel, needs: frozenset[str], calibration: Calibration, progress: Progress
-) -> Iterator[tuple[LayerStatistics, LayerStatistics]]:
-    """Yield the statistics of every MoE layer on both halves of the text, from one pass."""
-    first, second = halves(calibration)
-    routers = smaller_routers(model.architecture)
-    watching = Watching(lambda layer: CalibrationCollector(model, layer, needs, second, routers, 0))
-    for statistics in collect(model, needs, first, progress, along=[watching]):
-        # collectors of both halves are in the same order
-        yield statistics, watching.active.pop(0).finish()
-
-
 def check_text(session: Session, text: TextOptions) -> TextCheck:
     """Pass a text once through an opened model, and compare the plans by its halves.
 
@@ -152,7 +131,9 @@ def check_text(session: Session, text: TextOptions) -> TextCheck:
     calibration = read_calibration(session, text, seed=0)
     layers = []
     with session.clock.phase("plan"):
-        for pair in halves_statistics(model, needs, calibration, session.progress):
+        first, second = halves(calibration)
+        found = collect(model, needs, first, session.progress, others=[second])
+        for pair in zip(found, found, strict=True):  # of one layer, on each half
             tokens = pair[0].routed_count + pair[1].routed_count
             kept = []
             for statistics in pair:
@@ -161,12 +142,11 @@ def check_text(session: Session, text: TextOptions) -> TextCheck:
             counts = tuple(round(count) for count in tokens.tolist())
             layers.append(LayerOnText(pair[0].layer.name, counts, (kept[0], kept[1])))
     seconds = session.clock.seconds["plan"]
-    first = model.architecture.layers[0]
     return TextCheck(
         sources=tuple(source["source"] for source in calibration.identity["sources"]),
         tokens=calibration.tokens,
         samples=sum(map(len, calibration.batches)),
-        enough=width_of(model.partial.model.get_submodule(first.name)),
+        enough=width_of(model.partial.model.get_submodule(layers[0].layer)),
         layers=tuple(layers),
         pass_seconds=seconds,
         seconds=seconds * passed_tokens(run) / calibration.tokens,

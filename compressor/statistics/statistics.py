@@ -462,9 +462,13 @@ def collect(
     end: LayerVisitor | None = None,
     along: Sequence[LayerVisitor] = (),
     finishing: Sequence[Tensor] = (),
+    others: Sequence[Calibration] = (),
 ) -> Iterator[LayerStatistics]:
     """Yield the statistics of every MoE layer in order, valid until the next one; one layer is in
     memory at a time.
+
+    Those of each of the `others` follow, layer by layer: of the same batches, none of them observed
+    twice.
 
     Needs that are met by weights alone load the experts and run nothing. With a visitor `end` the
     batches go on to the model's output; others go `along`. This rank's `finishing` batches follow
@@ -489,8 +493,11 @@ def collect(
                 give_back()
             progress.advance(layer.name)
         return
-    watching = Watching(
-        lambda layer: CalibrationCollector(model, layer, needs, calibration, routers, seed)
+    watching = _Watching(
+        lambda layer: [
+            CalibrationCollector(model, layer, needs, text, routers, seed)
+            for text in (calibration, *others)
+        ]
     )
     visitors = [watching, *along] if end is None else [watching, end, *along]
     batches = (*calibration.batches, *finishing)
@@ -516,17 +523,20 @@ def collect(
                 collector.detach()
 
 
-class Watching(LayerVisitor):
-    """Has the MoE layers of each decoder layer observed while it is loaded; `active` are theirs."""
-
-    def __init__(self, collector_of: Callable[[MoeLayer], CalibrationCollector]) -> None:
-        self.collector_of = collector_of
+class _Watching(LayerVisitor):
+    def __init__(self, collectors_of: Callable[[MoeLayer], list[CalibrationCollector]]) -> None:
+        self.collectors_of = collectors_of
         self.active = list[CalibrationCollector]()
 
     def on_layer_loaded(self, decoder_layer: str) -> None:
-        self.active = [self.collector_of(layer) for layer in self.at.moe_layers]
+        self.active = []
+        for layer in self.at.moe_layers:
+            self.active += self.collectors_of(layer)
 
     def on_batch_start(self, batch: int) -> None:
+        # all of them first, as hooks of one layer have to go in the reverse of their order
+        for collector in self.active:
+            collector.detach()
         for collector in self.active:
             collector.enter(batch)
 
