@@ -45,6 +45,7 @@ LENGTH = 512  # tokens of a sequence
 CHATS = 128  # of a batch
 PIECE = 3000  # characters of a document, at most
 STEP = 4  # sequences of a step
+FLATTER = 0.1  # energies differ by powers of e, of which a softmax would leave one expert; weights start near 1
 BRIEFLY = " Answer in one sentence."  # else few answers end within the tokens that a benchmark can afford
 SUFFIXES = {".txt", ".md", ".rst", ".gz"}
 
@@ -310,6 +311,8 @@ def to_experts(variant: Variant, mlp: Any, inputs: Tensor) -> Experts:
     square = inputs.T @ inputs
     square.diagonal().add_(square.diagonal().mean() * 1e-2)
     router = torch.linalg.solve(square, inputs.T @ (logs - middle)).T
+    if not variant.shared:
+        router *= FLATTER
     return Experts(variant, mlp, torch.cat([routed[clusters], shared]), router)
 
 

@@ -520,5 +520,7 @@ def fitted(
         elif best.share != 1:
             steps.append(step.model_copy(update=changes))
     if best.layers:
-        steps.append(make_step("quantize", {"layers": best.layers, "targets": ALL}))
+        servers = [name for name in grid.servers if name in SERVERS]
+        quantize = {"layers": best.layers, "targets": ALL, "servers": servers}
+        steps.append(make_step("quantize", quantize))
     return recipe.model_copy(update={"steps": tuple(steps)}), sizes

@@ -6,9 +6,7 @@ tensors' names; the first one found decides. Norms and routers stay as they are 
 import math
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 
-from compressor.files import write_whole
 from compressor.model.moe_layer import layer_number
 from compressor.model.opened import OpenModel
 from compressor.steps.quantize.matrices import ALL, find_matrices
@@ -27,9 +25,10 @@ KINDS = {
     "in": ("experts", r"ffn_(gate|up|gate_up)_exps\."),
     "dense": ("dense", ""),
 }
+NAME = "llama-quantize.txt"  # of the file in the output
 NOTE = """\
-# The number formats of {name}, for llama.cpp. Rounding twice costs quality, so convert what a run
-# without `quantize` writes:
+# The number formats of this model, for llama.cpp. Rounding twice costs quality, so convert what a
+# run without `quantize` writes:
 #   python convert_hf_to_gguf.py CHECKPOINT --outtype bf16 --outfile model-bf16.gguf
 #   llama-imatrix -m model-bf16.gguf -f text.txt -o imatrix.gguf
 """
@@ -43,7 +42,7 @@ def type_of(bits: int, columns: int) -> str:
 
 
 def quantize_command(layers: Mapping[str, Mapping[str, str]], model: OpenModel) -> str:
-    """Return the command for the schemes by decoder layer, then by "experts" or "dense", as a
+    """Return the content of `NAME`: the command for the schemes by decoder layer, then by "experts" or "dense", as a
     decision of `quantize` has them: `{"model.layers.0": {"experts": "int3/64"}}`.
 
     Everything without a scheme stays in bfloat16."""
@@ -76,11 +75,4 @@ def quantize_command(layers: Mapping[str, Mapping[str, str]], model: OpenModel) 
         f"--tensor-type '.={PLAIN}'",
         f"model-bf16.gguf model-quantized.gguf {commonest}",
     ]
-    return " \\\n    ".join(lines)
-
-
-def write_command(command: str, out: Path) -> Path:
-    """Write the command beside the output, with what comes before it; return the file."""
-    path = out.with_name(f"{out.name}.llama-quantize.txt")
-    write_whole(path, f"{NOTE.format(name=out.name)}{command}\n")
-    return path
+    return NOTE + " \\\n    ".join(lines) + "\n"

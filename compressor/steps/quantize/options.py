@@ -89,7 +89,8 @@ class Quantize(StepOptions):
     bytes: Annotated[int | None, BeforeValidator(_size)] = None
     """Bytes of the whole output instead: 16GB, 500MB or a number."""
     servers: Names = ()
-    """Servers that have to load the formats that bits or bytes choose: vllm, sglang, llama.cpp."""
+    """Servers that have to load the formats that bits or bytes choose: vllm, sglang, llama.cpp;
+    for the last, llama-quantize.txt holds a command of llama-quantize."""
     layers: Mapping[str, Mapping[str, str]] | None = None
     """Formats that were chosen, by decoder layer, then for its experts and what is dense:
     {model.layers.0: {experts: int3/64, dense: int8/64}}."""

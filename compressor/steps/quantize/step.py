@@ -1,10 +1,11 @@
 """The step `quantize`: weights in fewer bits, stored as compressed-tensors store them."""
 
+import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from compressor.checkpoint.quantized import dequantizer
@@ -13,6 +14,7 @@ from compressor.divergence.evaluator import FEWEST
 from compressor.errors import CompressionError
 from compressor.formatting import counted, joined
 from compressor.model.opened import OpenModel
+from compressor.model.serving import LLAMA_CPP
 from compressor.recipe.step import StepOptions
 from compressor.recipe.steps_plan import PlannedStep
 from compressor.records import value_as
@@ -28,6 +30,7 @@ from compressor.steps.quantize.choosing import (
     unit_bytes,
     units_of,
 )
+from compressor.steps.quantize.llama_cpp import NAME, quantize_command
 from compressor.steps.quantize.matrices import DENSE, EXPERTS, Matrices, find_matrices
 from compressor.steps.quantize.options import ROW, SERVERS, Quantize, loaders
 from compressor.steps.quantize.scheme import (
@@ -44,6 +47,8 @@ from compressor.steps.quantize.writing import Writer
 from compressor.steps.section import Section
 from compressor.steps.step import Requirements, State, Step
 from compressor.steps.tensors import OutputJob
+
+logger = logging.getLogger(__name__)
 
 UNITS = {EXPERTS: "experts", DENSE: "attention and dense layers"}
 
@@ -247,7 +252,13 @@ class QuantizeStep(Step[Quantize]):
                 rounded = quantize_sequentially(writer, state.text.fit, state.progress, state.seed)
             if rounded:
                 state.run.record(state.number, result={"rounded": rounded})
-        return writer.job(state.expert_plan)
+        job = writer.job(state.expert_plan)
+        if LLAMA_CPP not in self.options.servers:
+            return job
+        named = {layer: labels(units) for layer, units in schemes.items()}
+        command = quantize_command(named, state.model)
+        logger.info("%s:\n%s", NAME, command)
+        return replace(job, files={**job.files, NAME: command.encode()})
 
     def describe(self, planned: PlannedStep) -> Section:
         """Describe schemes, groups, effective bits, and which servers read the format."""

@@ -7,9 +7,10 @@ from pathlib import Path
 import gguf
 import pytest
 
+import compressor
 from compressor.checkpoint.source import locate
 from compressor.model.opened import open_model
-from compressor.steps.quantize.llama_cpp import quantize_command, write_command
+from compressor.steps.quantize.llama_cpp import NAME, quantize_command
 from compressor.steps.quantize.matrices import ALL, find_matrices
 from tests.support import zoo
 
@@ -28,7 +29,7 @@ MEANT = {("0", "gate"): "q2_k", ("0", "up"): "q2_k", ("1", "gate"): "q3_k", ("1"
 
 def types_of(command: str) -> list[tuple[str, str]]:
     """Patterns and types in order, a pattern in lower case as the tool makes it."""
-    words = shlex.split(command.replace("\\\n", ""))
+    words = shlex.split(command.replace("\\\n", ""), comments=True)
     named = [words[place + 1].split("=") for place, word in enumerate(words) if word == "--tensor-type"]
     return [(pattern.lower(), kind) for pattern, kind in named]
 
@@ -68,7 +69,14 @@ def test_what_has_no_scheme_stays_plain_and_the_file_has_the_command(tmp_path: P
     assert chosen(command, "blk.0.ffn_up_exps.weight") == "iq4_nl"  # 32 columns
     assert chosen(command, "blk.0.ffn_down_exps.weight") == "bf16"  # 24 columns, in no block of any type
     assert chosen(command, "blk.0.attn_q.weight") == "bf16"
-    assert command.endswith("IQ4_NL")
-    written = write_command(command, tmp_path / "small")
-    assert written.read_text().endswith(f"{command}\n")
-    assert all(line.startswith("#") for line in written.read_text().removesuffix(f"{command}\n").splitlines())
+    assert command.endswith("IQ4_NL\n")
+
+
+def test_a_fit_for_llama_cpp_says_its_command(tmp_path: Path) -> None:
+    zoo.save_once(tmp_path / "m", "even", zoo.build("mixtral", intermediate_size=32).save_pretrained)
+    layers = {layer: {"experts": "int4/32", "dense": "int8/32"} for layer in (FIRST, SECOND)}
+    step = compressor.Quantize(layers=layers, targets="all", servers="llama.cpp")
+    compressor.compress(str(tmp_path / "m"), tmp_path / "small", [step])
+    command = (tmp_path / "small" / NAME).read_text()
+    assert chosen(command, "blk.1.ffn_up_exps.weight") == "iq4_nl"
+    assert chosen(command, "blk.0.attn_q.weight") == "q8_0"
