@@ -10,6 +10,7 @@ from compressor.cli.model_files import package_of
 from compressor.cli.options import RUNNING, TEXT, Model, Running, flag, options_of
 from compressor.cli.terminal import print_report, progress_bars
 from compressor.data.sources import refuse_absent_texts
+from compressor.errors import CompressionError
 from compressor.files import refuse_absent
 from compressor.recipe.step import TextOptions
 
@@ -29,6 +30,8 @@ def inspect(
     if package is not None:
         package.inspect(model, experts, running.as_json)
         return
+    if text != TextOptions() and not text.data:
+        raise CompressionError("options of a text go with --calibration, which names one")
     refuse_absent_texts(text.data or ())
     refuse_absent(model)
     from compressor.report.inspection import inspection_blocks
@@ -37,14 +40,17 @@ def inspect(
     content = asdict(inspection)
     blocks = inspection_blocks(inspection)
     if text.data:
-        from compressor.pipeline.resolve import open_run
+        from compressor.pipeline.resolve import HELDOUT, open_run, read_calibration
+        from compressor.report.price import price_blocks, prices
         from compressor.report.text_check import check_text, text_blocks
 
         with (
             progress_bars(running.as_json) as progress,
             open_run(model, **running.reading(progress), resident=running.resident) as session,
         ):
-            check = check_text(session, text)
-        content["text"] = check.to_dict()
-        blocks += text_blocks(check)
+            calibration = read_calibration(session, text, seed=0, heldout=HELDOUT)
+            check = check_text(session, text, calibration.without_heldout())
+            found = prices(session, calibration)
+        content |= {"text": check.to_dict(), "prices": list(map(asdict, found))}
+        blocks += [*text_blocks(check), *price_blocks(found, inspection.experts)]
     print_report(running.as_json, content, blocks)

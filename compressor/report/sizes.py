@@ -6,6 +6,7 @@ closed form unless tune is named, and its layers wait on disk. Then every pair o
 format is a variant in one streamed pass; its experts are rounded to nearest as the step `quantize`
 rounds them, so that a pair is what `compress` would write."""
 
+import math
 import random
 import tempfile
 import time
@@ -27,7 +28,7 @@ from compressor.data.batches import Calibration, EvaluationSet
 from compressor.distributed import refuse_several
 from compressor.divergence.evaluator import Evaluator
 from compressor.errors import CompressionError
-from compressor.formatting import human_bytes
+from compressor.formatting import human_bytes, joined
 from compressor.model.architecture import build_meta
 from compressor.model.moe_layer import layers_by_decoder_layer
 from compressor.model.opened import OpenModel, refuse_shared_experts
@@ -303,8 +304,14 @@ def compare_sizes(
         value.numel() for key, value in partial_model.empty.items() if key not in partial_model.tied
     )
     limit = grid.nbytes if grid.bits is None else int(grid.bits * parameters / 8)
+    cache = cache_bytes(base.config, grid.context, stored_partial(base).dtype)
     rows, left_out = list[Row](), list[str]()
     planned = [PlannedShare(Fraction(1), base, untouched(base))]
+    names = list[str]()
+    if limit is not None:
+        loaded, left_out = planned[0].variants(grid.schemes, grid.servers)
+        names = [variant.scheme for variant, _ in loaded]
+        refuse_too_small(base, limit, cache, min(grid.shares), names, grid.servers)
     # a layer is cut once for all formats
     cut: Cut = lru_cache(maxsize=1)(PlannedShare.cut)
 
@@ -336,20 +343,18 @@ def compare_sizes(
         seconds = time.perf_counter() - begin
         trials = list[Trial]()
         for share in planned:
-            names = [STORED] if share.share == 1 or limit is not None else []
+            wanted = [STORED] if share.share == 1 or limit is not None else []
             if limit is None and share.share in grid.shares:
-                names += grid.schemes
-            of_share, reasons = share.variants(dict.fromkeys(names), grid.servers)
+                wanted += grid.schemes
+            of_share, reasons = share.variants(dict.fromkeys(wanted), grid.servers)
             left_out += reasons
             for variant, scheme in of_share:
                 trials.append((share, variant, dict.fromkeys(share.units(), scheme)))
         rows += measure(trials)
         if limit is not None:
             stored = dict(zip((share for share, _, _ in trials), rows, strict=True))
-            loaded, reasons = planned[0].variants(grid.schemes, grid.servers)
-            left_out += reasons
-            names = [variant.scheme for variant, _ in loaded]
-            trials = best_trials(base, stored, data, limit, names, grid.servers, run.progress)
+            room = limit - cache
+            trials = best_trials(base, stored, data, room, names, grid.servers, run.progress)
             drawn = random_trial(base, trials, data, run.progress, Path(folder), seed)
             rows += measure([*trials, *([drawn] if drawn else [])])
     return Comparison(
@@ -366,8 +371,53 @@ def compare_sizes(
         parameters=parameters,
         limit=limit,
         context=grid.context,
-        cache=cache_bytes(base.config, grid.context, stored_partial(base).dtype),
+        cache=cache,
     )
+
+
+def formats_of(
+    base: OpenModel, units: Sequence[Unit], names: Sequence[str], servers: Sequence[str]
+) -> list[list[Scheme]]:
+    """Return the formats of these names that the servers load, of each unit.
+
+    Raises `CompressionError` where there is none."""
+    shown = [SERVERS[name] for name in servers if name in SERVERS]
+    schemes = [candidates(unit, shown, names) for unit in units]
+    if not all(schemes):
+        loaded = f" that {joined(shown)} load" if shown else ""
+        raise CompressionError(
+            f"no number format of {joined(names) or 'none'}{loaded} fits the model's matrices; "
+            "name more by --schemes"
+        )
+    return schemes
+
+
+def dense_matrices(base: OpenModel) -> list[Matrix]:
+    """Return the matrices that can be quantised beside the experts."""
+    return [matrix for matrix in find_matrices(base, ALL).every if matrix.expert is None]
+
+
+def refuse_too_small(
+    base: OpenModel,
+    limit: int,
+    cache: int,
+    share: Fraction,
+    names: Sequence[str],
+    servers: Sequence[str],
+) -> None:
+    """Raise `CompressionError` if this share of the experts, in the smallest formats, leaves no
+    room in `limit` bytes for the `cache`."""
+    experts = base.architecture.experts
+    smallest = PlannedShare(share, base, ExpertPlan(math.ceil(experts * share), ()))
+    units = smallest.units(dense_matrices(base))
+    schemes = formats_of(base, units, names, servers)
+    coarsest = {unit: own[0] for unit, own in zip(units, schemes, strict=True)}
+    nbytes = smallest.size(chosen_layers(coarsest)) + cache
+    if nbytes > limit:
+        raise CompressionError(
+            f"Nothing fits in {human_bytes(limit)}: the smallest is {smallest.plan.experts} of "
+            f"{experts} experts, {BY_LAYER}, with {human_bytes(nbytes)}"
+        )
 
 
 def best_trials(
@@ -384,25 +434,18 @@ def best_trials(
 
     Predicted is the measured KL of the share as `stored` and the sum of what rounding each unit of
     the base costs."""
-    shown = [SERVERS[name] for name in servers if name in SERVERS]
-    dense = [matrix for matrix in find_matrices(base, ALL).every if matrix.expert is None]
+    dense = dense_matrices(base)
     whole = next(iter(stored))
     units = whole.units(dense)
-
-    def formats_of(units: Sequence[Unit]) -> list[list[Scheme]]:
-        return [candidates(unit, shown, names) for unit in units]
-
-    schemes = formats_of(units)
-    if not all(schemes):
-        raise CompressionError(f"no format that --for {','.join(servers)} loads fits the model")
+    schemes = formats_of(base, units, names, servers)
     batches = data.without_heldout().batches
-    together = not shown or TRANSFORMERS in servers
+    together = TRANSFORMERS in servers or not servers
     given = batches, whole.stored, progress, together
     table = sensitivities(base, units, schemes, *given)
     trials = list[Trial]()
     for share, row in stored.items():
         smaller = share.units(dense)
-        own = table.of(smaller, formats_of(smaller), whole.stored)
+        own = table.of(smaller, formats_of(base, smaller, names, servers), whole.stored)
         size = share.size(chosen_layers(own.formats(own.finest))) - own.total(own.finest)
         choices = {BY_LAYER: own.best(limit - size), ONE: own.alike(limit - size)}
         for name, numbers in choices.items():
@@ -415,10 +458,6 @@ def best_trials(
                     layers=chosen_layers(own.formats(numbers)),
                 )
                 trials.append((share, variant, own.formats(numbers)))
-    if not trials:  # it says how little is possible
-        least = own.coarsest
-        variant = replace(row.variant, scheme=BY_LAYER, bytes=size + own.total(least), layers={})
-        trials.append((share, variant, own.formats(least)))
     ranked = sorted(trials, key=lambda trial: trial[1].predicted or 0.0)
     by_layer = [trial for trial in ranked if trial[1].scheme == BY_LAYER]
     alike = [trial for trial in ranked if trial[1].scheme == ONE]

@@ -15,7 +15,7 @@ from compressor.errors import CompressionError
 from compressor.formatting import counted, human_bytes, percent
 from compressor.model.experts import width_of
 from compressor.pipeline.dry_run import DryRun, dry_run
-from compressor.pipeline.resolve import Session, read_calibration
+from compressor.pipeline.resolve import Session
 from compressor.recipe.recipe import Recipe, default_steps
 from compressor.recipe.step import TextOptions
 from compressor.statistics.statistics import collect
@@ -110,7 +110,7 @@ def halves(calibration: Calibration) -> tuple[Calibration, Calibration]:
     if len(batches) < 2:
         raise CompressionError(
             "the text is too short, one sequence of it: give at least two to compare, by more text "
-            "or --samples 2"
+            "or --samples"
         )
     whole = replace(calibration, batches=tuple(batches), sources=tuple(sources))
     even = frozenset(range(0, len(batches), 2))
@@ -118,8 +118,9 @@ def halves(calibration: Calibration) -> tuple[Calibration, Calibration]:
     return replace(whole, heldout=odd), replace(whole, heldout=even)
 
 
-def check_text(session: Session, text: TextOptions) -> TextCheck:
-    """Pass a text once through an opened model, and compare the plans by its halves.
+def check_text(session: Session, text: TextOptions, calibration: Calibration) -> TextCheck:
+    """Pass a text, as read by its options, once through an opened model, and compare the plans by
+    its halves.
 
     Raises `CompressionError` for a single sequence, and what the default recipe raises."""
     model = session.model
@@ -128,7 +129,6 @@ def check_text(session: Session, text: TextOptions) -> TextCheck:
     run = dry_run(Recipe.of({**content, "calibration": text}, "inspect"))
     spec = spec_of(Prune(ratio=RATIO), model)
     needs = spec.strategy.needs | {"routed_count"}
-    calibration = read_calibration(session, text, seed=0)
     layers = []
     with session.clock.phase("plan"):
         first, second = halves(calibration)

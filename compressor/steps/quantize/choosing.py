@@ -132,6 +132,7 @@ class Sensitivities:
     schemes: Sequence[Sequence[Format]]  # of each unit
     kl: Sequence[Sequence[float]]
     nbytes: Sequence[Sequence[int]]
+    shape: Tensor  # [units, n] KL of each sequence over the mean, where a unit alone is rounded
     # True if all experts get one format: stock transformers reads those of all layers alike
     together: bool = True
 
@@ -168,7 +169,7 @@ class Sensitivities:
             kls.append([*map(kl_of, own), 0.0])
             sizes.append([*(unit_bytes(unit, scheme, dtype) for scheme in own), plain])
         formats = [[*own, None] for own in schemes]
-        return Sensitivities(units, formats, kls, sizes, self.together)
+        return Sensitivities(units, formats, kls, sizes, self.shape, self.together)
 
     def total(self, choice: Sequence[int]) -> int:
         """Return the bytes of the matrices in these formats, one number for each unit."""
@@ -177,6 +178,13 @@ class Sensitivities:
     def predicted(self, choice: Sequence[int]) -> float:
         """Return the sum of the units' KLs."""
         return sum(kls[number] for kls, number in zip(self.kl, choice, strict=True))
+
+    def standard_error(self, choice: Sequence[int]) -> float:
+        """Return the standard error over sequences of what is predicted; infinite for one."""
+        kls = [kls[number] for kls, number in zip(self.kl, choice, strict=True)]
+        by_sequence = torch.tensor(kls, dtype=torch.float64) @ self.shape
+        count = len(by_sequence)
+        return float(by_sequence.std()) / math.sqrt(count) if count > 1 else math.inf
 
     def best(self, limit: int, unlike: Sequence[int] = ()) -> list[int] | None:
         """Return the format of each unit at the least sum of KLs, in at most so many bytes; None if
@@ -307,11 +315,13 @@ def sensitivities(
     known = defaultdict[int, list[tuple[float, float]]](list)  # error and KL of a unit's formats
     for (number, place), figure in zip(probed, figures, strict=True):
         known[number].append((errors[units[number]][place], max(figure.means["kl"], LEAST)))
-    kl, nbytes = [], []
+    kl, nbytes, shape = [], [], dict[int, Tensor]()
+    for (number, _), figure in zip(probed, figures, strict=True):
+        shape.setdefault(number, figure.kl.double() / max(figure.means["kl"], LEAST))
     for number, (unit, own) in enumerate(zip(units, schemes, strict=True)):
         kl.append([interpolated(error, known[number]) for error in errors[unit]])
         nbytes.append([unit_bytes(unit, scheme, dtype) for scheme in own])
-    return Sensitivities(units, schemes, kl, nbytes, together)
+    return Sensitivities(units, schemes, kl, nbytes, torch.stack([*shape.values()]), together)
 
 
 def unit_bytes(unit: Unit, scheme: Scheme, dtype: torch.dtype) -> int:

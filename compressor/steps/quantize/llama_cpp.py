@@ -42,8 +42,8 @@ def type_of(bits: int, columns: int) -> str:
 
 
 def quantize_command(layers: Mapping[str, Mapping[str, str]], model: OpenModel) -> str:
-    """Return the content of `NAME`: the command for the schemes by decoder layer, then by "experts" or "dense", as a
-    decision of `quantize` has them: `{"model.layers.0": {"experts": "int3/64"}}`.
+    """Return the content of `NAME`: the command for schemes by decoder layer, then by "experts" or
+    "dense", as a decision of `quantize` has them: `{"model.layers.0": {"experts": "int3/64"}}`.
 
     Everything without a scheme stays in bfloat16."""
     columns = dict[tuple[str, str], int]()
