@@ -123,7 +123,7 @@ class TextSpec:
     named parts.
 
     All are divided among the sources by weight. A share `heldout` of the calibration sequences is
-    held out. With parts, there may be no calibration sequences."""
+    held out. With parts or evaluation, there may be no calibration sequences."""
 
     sources: tuple[WeightedSource, ...]
     samples: int
@@ -141,7 +141,7 @@ class TextSpec:
 
     def __post_init__(self) -> None:
         least = sum(not entry.is_optional for entry in self.sources)
-        if self.samples < (0 if self.parts else 1) or self.sequence_length < 2:
+        if self.samples < (0 if self.parts or self.evaluation else 1) or self.sequence_length < 2:
             raise CompressionError(
                 f"--samples {self.samples} and --sequence-length {self.sequence_length} leave "
                 "nothing to run; give at "

@@ -321,7 +321,8 @@ def text_specs(resolved: ResolvedRecipe) -> Iterator[tuple[int | None, TextSpec]
         else:
             texts.append((position, own, {OWN: needed}))
     for number, options, needs in texts:
-        if not any(needed.reads for needed in needs.values()):
+        named = number is None and options.data is not None  # by the user, to evaluate on
+        if not (any(needed.reads for needed in needs.values()) or (named and evaluation)):
             continue
         is_fitted = any(needed.text for needed in needs.values())
         fewest = max(needed.heldout for needed in needs.values()) if is_fitted else 0
@@ -354,16 +355,22 @@ def begin(resolved: ResolvedRecipe, session: Session, work: Workdir | None = Non
     texts = dict[int | None, TextBatches]()
     with session.clock.phase("read text"):
         for number, spec in text_specs(resolved):
-            tokenizer = load_tokenizer(model.source.folder)
             identity = None
             if resolved.plan is not None:
                 own = None if number is None else resolved.plan.steps[number]
                 identity = resolved.plan.calibration if own is None else own.text
-            if identity is None:
-                text = read_text(spec, tokenizer, model.vocabulary)
-            else:
-                evaluation = spec.evaluation
-                text = repeat_text(identity, tokenizer, model.vocabulary, evaluation=evaluation)
+            try:
+                tokenizer = load_tokenizer(model.source.folder)
+                if identity is None:
+                    text = read_text(spec, tokenizer, model.vocabulary)
+                else:
+                    evaluation = spec.evaluation
+                    text = repeat_text(identity, tokenizer, model.vocabulary, evaluation=evaluation)
+            except CompressionError as error:
+                if spec.samples or spec.parts:
+                    raise
+                logger.warning("output and base are not compared on held-out text: %s", error)
+                continue
             ranks().assert_same_on_all(text.identity["sha256"], "calibration text")
             texts[number] = text
     plan = first_plan(resolved, texts.get(None))
