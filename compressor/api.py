@@ -137,6 +137,10 @@ def compress(
             output={"max_shard_bytes": max_shard_bytes, "evaluate": evaluate},
         )
     recipe.check_installed()
+    if recipe.fit is not None:
+        from compressor.report.sizes import fitted
+
+        recipe = fitted(recipe, device, progress)
     delivery = Delivery(Path(out), overwrite, device, progress, command)
     if recipe.output.push_to_hub is None or not ranks().is_first:
         return carry_out(recipe, delivery, announce)

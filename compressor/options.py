@@ -10,15 +10,22 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     ValidationError,
     ValidationInfo,
     field_validator,
 )
 
 from compressor.errors import CompressionError
-from compressor.formatting import known_names
+from compressor.formatting import known_names, read_bytes
 from compressor.records import WHOLE, fault_of
 
+
+def _in_bytes(value: object, info: ValidationInfo) -> object:
+    return read_bytes(value, str(info.field_name)) if isinstance(value, str) else value
+
+
+NBytes = Annotated[int, BeforeValidator(_in_bytes), Field(ge=1)]  # of 16GB, 500MB or a number
 Model = TypeVar("Model", bound=BaseModel)
 OPTIONS = "Options:"
 

@@ -94,8 +94,8 @@ SIZED = ("compare", "model", "--sizes")
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
-        ((*BYTES, "--experts", 4), "--bytes finds the number of experts; leave out --experts and --ratio"),
-        ((*BYTES, "--ratio", 0.5), "--bytes finds the number of experts; leave out --experts and --ratio"),
+        ((*BYTES, "--experts", 4), "--bytes finds the number of experts; leave out --experts, --ratio and --search"),
+        ((*BYTES, "--ratio", 0.5), "--bytes finds the number of experts; leave out --experts, --ratio and --search"),
         ((*BYTES, "--set", "quantize.scheme=int4"), "it needs the step prune, and no quantize"),
         ((*BYTES, "--format", "mone"), "it needs the step prune, and no quantize"),
         ((*BYTES, "--top-k", 1), "leave out --top-k"),
@@ -127,6 +127,14 @@ def test_a_limit_beyond_both_ends_is_one_sentence(home: Path, run: Run, tmp_path
         "Nothing fits in 1 kB: the smallest is 4 of 8 experts, by layer, with",
     )
     refused(run(*command, "--bytes", "1GB"), "which fits already")
+    recipe = {
+        "model": str(home / "model"),
+        "calibration": {"data": str(home / "calibration.txt")},
+        "fit": {"bytes": "1kB"},
+    }
+    (home / "fit.yaml").write_text(yaml.safe_dump(recipe))
+    refused(run("compress", home / "fit.yaml", "-o", tmp_path / "out"), "Nothing fits in 1 kB")
+    refused(run("plan", home / "fit.yaml", "-o", tmp_path / "out"), "only compress carries out a fit")
     assert names(tmp_path) == []
 
 

@@ -157,20 +157,18 @@ def compress(
     if package is not None:
         package.compress(model, output, flags, imatrix, running)
         return
-    recipe = recipe_of(model, {**preset(fast, best), **flags}, settings)
-    recipe.check_installed()
     if servers is not None and nbytes is None:
         raise CompressionError("--for goes with --bytes, which chooses a format")
     if nbytes is not None:
-        from compressor.report.comparison_report import sentences
-        from compressor.report.sizes import fitted
-
-        grid = {"nbytes": read_bytes(nbytes, "--bytes"), "servers": servers or ()}
-        with progress_bars(running.as_json) as progress:
-            recipe, sizes = fitted(recipe, grid, device=running.device, progress=progress)
-            for line in sentences(sizes):
-                logger.info("%s", line)
+        flags["fit"] = {"bytes": read_bytes(nbytes, "--bytes"), "servers": servers or ()}
+    recipe = recipe_of(model, {**preset(fast, best), **flags}, settings)
+    recipe.check_installed()
     if dry_run or output is None:
+        if recipe.fit is not None:
+            from compressor.report.sizes import fitted
+
+            with progress_bars(running.as_json) as progress:
+                recipe = fitted(recipe, running.device, progress)
         return show_dry_run(recipe, running.as_json)
     if recipe.output.push_to_hub is not None:
         show_hub_bars(running.as_json)

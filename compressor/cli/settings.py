@@ -122,7 +122,7 @@ def recipe_options() -> Choices:
     # the text's `strict` is the gate's, too; --seed is of calibration, the tasks' --set gate.seed
     options += _options("gate", GateOptions, without=("strict", "seed"))
     options += _options("output", OutputOptions)
-    options += _options("", Recipe, without=("calibration",))
+    options += _options("", Recipe, without=("calibration", "fit"))
     return options + _options("prune.options", StrategyFlags)
 
 

@@ -229,6 +229,8 @@ def prepare(
 ) -> ResolvedRecipe:
     """Resolve the steps on a model, and refuse everything that can be refused without text and
     weights."""
+    if recipe.fit is not None:
+        raise CompressionError("only compress carries out a fit; leave fit out of the recipe")
     if plan is not None:
         check_source(plan.source, model.fingerprint)
     if base is not model:

@@ -28,7 +28,7 @@ from compressor.extras import TASKS, require
 from compressor.files import refuse_absent
 from compressor.formatting import did_you_mean
 from compressor.model.loaded import LoadedModel
-from compressor.options import Options, separated, validated
+from compressor.options import Names, NBytes, Options, separated, validated
 from compressor.plain_yaml import read_yaml, yaml_text
 from compressor.quality_gate.options import GateOptions
 from compressor.recipe.plan import Json
@@ -96,6 +96,15 @@ class OutputOptions(Options):
         return self
 
 
+class Fit(Options):
+    """The share of the experts, and number formats by layer, that cost least in so many bytes."""
+
+    bytes: NBytes
+    """Bytes of all tensors: 16GB, 500MB, 2.5GiB or a number."""
+    servers: Names = ()
+    """Only formats that these load: vllm, sglang, llama.cpp, transformers."""
+
+
 class ModelOptions(Options):
     """Options of the model: its revision, device and dtype."""
 
@@ -130,6 +139,8 @@ class Recipe(ModelOptions):
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of all random draws, such as calibration text."""
     resident: Resident = RESIDENT
+    # chosen by `compress`, before all else: no recipe of an output holds it
+    fit: Fit | None = Field(None, exclude=True)
     steps: tuple[StepOptions, ...] = ()
     gate: GateOptions | None = None
     output: OutputOptions = OutputOptions()

@@ -6,6 +6,7 @@ closed form unless tune is named, and its layers wait on disk. Then every pair o
 format is a variant in one streamed pass; its experts are rounded to nearest as the step `quantize`
 rounds them, so that a pair is what `compress` would write."""
 
+import logging
 import math
 import random
 import tempfile
@@ -37,10 +38,10 @@ from compressor.options import validated
 from compressor.pipeline.resolve import HELDOUT, Session, open_run, read_calibration
 from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan
-from compressor.recipe.recipe import Recipe, make_step
+from compressor.recipe.recipe import Recipe, default_steps, make_step
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.step import StepOptions
-from compressor.report.comparison_report import Comparison, choice
+from compressor.report.comparison_report import Comparison, choice, sentences
 from compressor.report.comparison_rows import Row, Variant, related, row_of
 from compressor.report.grid import SCHEMES, STORED, TRANSFORMERS, Grid
 from compressor.run_record import versions
@@ -71,6 +72,8 @@ from compressor.steps.quantize.matrices import (
 from compressor.steps.quantize.options import ROW, SERVERS, loaders
 from compressor.steps.quantize.scheme import LINEAR, Scheme, quantization_config, scheme_for
 from compressor.steps.split.view import partitioned
+
+logger = logging.getLogger(__name__)
 
 RIDGE = Correct(method="ridge")
 TRIED = 3  # shares in formats by layer that are measured
@@ -510,38 +513,33 @@ def cache_bytes(config: Any, tokens: int, dtype: torch.dtype) -> int:
     return int(sum(lengths.get(kind, 0) for kind in kinds) * numbers * dtype.itemsize)
 
 
-def fitted(
-    recipe: Recipe,
-    grid_options: Mapping[str, Any],
-    *,
-    device: str = "auto",
-    progress: Progress | None = None,
-) -> tuple[Recipe, Comparison]:
-    """Return the recipe with the share of the experts and the format that fit with the least KL
-    into the limit, `nbytes` of the grid's options.
+def fitted(recipe: Recipe, device: str = "auto", progress: Progress | None = None) -> Recipe:
+    """Return the recipe with the share of the experts and the formats by layer that lose least in
+    the bytes of its `fit`; without a step, the default ones are taken.
 
     The choice is made on held-out calibration text, with corrections in closed form where none is
     named. Steps that the choice makes idle are left out. Raises `CompressionError` if nothing fits,
     or nothing need be done."""
-    grid = validated(Grid, grid_options, "--for")
-    prune = next((step for step in recipe.steps if isinstance(step, Prune)), None)
-    if prune is None or any(step.format for step in recipe.steps):
+    assert recipe.model is not None and recipe.fit is not None
+    grid = validated(Grid, {"nbytes": recipe.fit.bytes, "servers": recipe.fit.servers}, "--for")
+    given = recipe.steps or default_steps()
+    prune = next((step for step in given if isinstance(step, Prune)), None)
+    if prune is None or any(step.format for step in given):
         raise CompressionError(
             "--bytes chooses experts and their format: it needs the step prune, and no quantize"
         )
-    if prune.is_sized:
+    if prune.is_sized or (recipe.gate is not None and recipe.gate.search):
         raise CompressionError(
-            "--bytes finds the number of experts; leave out --experts and --ratio"
+            "--bytes finds the number of experts; leave out --experts, --ratio and --search"
         )
     if prune.top_k is not None:
         raise CompressionError("--bytes compares models of one top-k; leave out --top-k")
-    assert recipe.model is not None
     with open_run(
         recipe.model, recipe.revision, recipe.dtype, device, progress, recipe.resident
     ) as run:
         data = read_calibration(run, recipe.calibration, recipe.seed, HELDOUT)
         sets = [EvaluationSet("held-out calibration text", data.heldout_batches)]
-        sizes = compare_sizes(run, [recipe.steps], data, sets, recipe.seed, grid)
+        sizes = compare_sizes(run, [given], data, sets, recipe.seed, grid)
     if not sizes.fitting:
         raise CompressionError(choice(sizes)[0])
     best = sizes.fitting[0].variant
@@ -553,7 +551,7 @@ def fitted(
     # split and pruned as the best is, and quantised at the end
     changes = {"split": best.split, "ratio": 1 - (best.share or 1.0)}
     steps = list[StepOptions]()
-    for step in recipe.steps:
+    for step in given:
         if not isinstance(step, Prune):
             steps.append(step)
         elif best.share != 1:
@@ -562,4 +560,6 @@ def fitted(
         servers = [name for name in grid.servers if name in SERVERS]
         quantize = {"layers": best.layers, "targets": ALL, "servers": servers}
         steps.append(make_step("quantize", quantize))
-    return recipe.model_copy(update={"steps": tuple(steps)}), sizes
+    for line in sentences(sizes):
+        logger.info("%s", line)
+    return recipe.model_copy(update={"steps": tuple(steps), "fit": None})

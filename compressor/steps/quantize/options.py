@@ -3,13 +3,13 @@ compressed-tensors store them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from compressor.formatting import known_names, read_bytes
+from compressor.formatting import known_names
 from compressor.model.serving import LLAMA_CPP
-from compressor.options import Names
+from compressor.options import Names, NBytes
 from compressor.recipe.step import StepOptions
 
 UNITS = ("experts", "dense")  # of a decoder layer, that each have one format
@@ -59,10 +59,6 @@ def loaders(scheme: str, by_row: bool) -> list[str]:
     return [name for server, name in SERVERS.items() if server in servers]
 
 
-def _size(value: object) -> object:
-    return read_bytes(value, "bytes") if isinstance(value, str) else value
-
-
 class Quantize(StepOptions):
     """Store weights in fewer bits, as a compressed-tensors checkpoint."""
 
@@ -86,7 +82,7 @@ class Quantize(StepOptions):
     bits: float | None = Field(None, gt=0)
     """Bits of a weight on average, scales included: each layer's experts, and with targets all its
     other matrices, get the format that costs least, measured on calibration text."""
-    bytes: Annotated[int | None, BeforeValidator(_size)] = None
+    bytes: NBytes | None = None
     """Bytes of the whole output instead: 16GB, 500MB or a number."""
     servers: Names = ()
     """Servers that have to load the formats that bits or bytes choose: vllm, sglang, llama.cpp;
