@@ -129,7 +129,7 @@ def test_a_limit_beyond_both_ends_is_one_sentence(home: Path, run: Run, tmp_path
     refused(run(*command, "--bytes", "1GB"), "which fits already")
     recipe = {
         "model": str(home / "model"),
-        "calibration": {"data": str(home / "calibration.txt")},
+        "calibration": {"data": str(home / "calibration.txt"), "samples": 24, "sequence_length": 32},
         "fit": {"bytes": "1kB"},
     }
     (home / "fit.yaml").write_text(yaml.safe_dump(recipe))
