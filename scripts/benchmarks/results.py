@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from scripts.benchmarks import frame, real
+from scripts.benchmarks import formats, frame, real
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 DATA = DOCS / "assets" / "results"
@@ -124,11 +124,13 @@ def measure(given: Any) -> None:
     content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     experiments = content.get("experiments", {})
     (WORK / given.name).mkdir(parents=True, exist_ok=True)
-    known = [*EXPERIMENTS, *[DEMO] * (given.name == DEMO)]
+    known = [*EXPERIMENTS, formats.NAME, *[DEMO] * (given.name == DEMO)]
     for name in known if given.only == ["all"] else given.only:
         if name == DEMO:
             rows = json.loads(frame.run_child([*frame.COMMAND, "demo", "--json"]).output)
             experiments[name] = {"command": "make demo", "date": datetime.date.today().isoformat(), "rows": rows}
+        elif name == formats.NAME:
+            experiments[name] = formats.measure(given, WORK / given.name / name)
         elif name == real.NAME:
             experiments[name] = real.measure(given, WORK / given.name / name)
         else:
@@ -206,7 +208,7 @@ def demo_table(subjects: Sequence[Subject]) -> str:
     return frame.table(columns, rows)
 
 
-TABLES = {"strategies": strategies_table, "sizes": sizes_table, DEMO: demo_table}
+TABLES = {"strategies": strategies_table, "sizes": sizes_table, formats.NAME: formats.formats_table, DEMO: demo_table}
 
 
 def section(name: str, subjects: Sequence[Subject]) -> str:
