@@ -11,11 +11,10 @@ import math
 import random
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
@@ -57,13 +56,12 @@ from compressor.steps.quantize.choosing import (
     Unit,
     candidates,
     chosen_layers,
-    round_matrices,
+    rounding,
     sensitivities,
     units_of,
 )
 from compressor.steps.quantize.matrices import (
     ALL,
-    DENSE,
     EXPERTS,
     Matrix,
     expert_matrices,
@@ -128,23 +126,8 @@ class PlannedShare:
     def rounded(self, formats: Formats, cut: Cut, clip: bool = True) -> Substitution:
         """Return the share with these units rounded to nearest, by searched ranges if they `clip`;
         `cut` is its own method, or keeps the last layer's tensors."""
-        by_layer = defaultdict[str, list[tuple[Unit, Scheme]]](list)
-        for unit, scheme in formats.items():
-            if scheme is not None:
-                by_layer[unit.decoder_layer].append((unit, scheme))
-
-        def tensors(decoder_layer: str) -> dict[str, Tensor] | None:
-            changed = dict(cut(self, decoder_layer) or {})
-            live = self.model.partial.model
-            for unit, scheme in by_layer[decoder_layer]:
-                model, values = self.smaller, changed
-                if unit.part == DENSE:
-                    model = live
-                    values = {each.key: live.get_parameter(each.key) for each in unit.matrices}
-                changed |= round_matrices(model, values, unit.matrices, scheme, self.stored, clip)
-            return changed or None
-
-        return Substitution(tensors, self.plan.experts)
+        own = rounding(self.model, formats, self.stored, partial(cut, self), self.smaller, clip)
+        return replace(own, experts=self.plan.experts)
 
     def units(self, dense: Sequence[Matrix] = ()) -> list[Unit]:
         """Return its experts by layer, and these other matrices."""

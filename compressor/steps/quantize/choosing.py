@@ -22,7 +22,7 @@ from compressor.divergence.evaluator import Evaluator, Figures
 from compressor.errors import CompressionError
 from compressor.formatting import human_bytes
 from compressor.model.opened import OpenModel
-from compressor.model.substitution import Substitution
+from compressor.model.substitution import LayerTensors, Substitution
 from compressor.progress import Progress
 from compressor.steps.quantize.matrices import EXPERTS, Matrix
 from compressor.steps.quantize.options import FORMATS, ROW, loaders
@@ -257,16 +257,27 @@ class Sensitivities:
         }
 
 
-def rounding(model: OpenModel, formats: Formats, dtype: torch.dtype) -> Substitution:
-    """Return the variant of a model in which these units are rounded to nearest."""
+def rounding(
+    model: OpenModel,
+    formats: Formats,
+    dtype: torch.dtype,
+    cut: LayerTensors = lambda _: None,
+    smaller: Any = None,
+    clip: bool = True,
+) -> Substitution:
+    """Return the variant of a model in which these units are rounded to nearest, by searched ranges
+    if they `clip`. `cut` returns entries of a layer that are changed before, as in the `smaller`
+    stock model."""
 
     def tensors(decoder_layer: str) -> dict[str, Tensor] | None:
-        changed = dict[str, Tensor]()
+        changed = dict(cut(decoder_layer) or {})
         live = model.partial.model
         for unit, scheme in formats.items():
             if unit.decoder_layer == decoder_layer and scheme is not None:
-                values = {matrix.key: live.get_parameter(matrix.key) for matrix in unit.matrices}
-                changed |= round_matrices(live, values, unit.matrices, scheme, dtype)
+                keys = {matrix.key for matrix in unit.matrices}
+                values = {key: live.get_parameter(key) for key in keys - changed.keys()} | changed
+                of = live if smaller is None else smaller
+                changed |= round_matrices(of, values, unit.matrices, scheme, dtype, clip)
         return changed or None
 
     return Substitution(tensors)

@@ -285,9 +285,11 @@ class QuantizeStep(Step[Quantize]):
             for unit, name in UNITS.items():
                 counts = Counter(units[unit] for units in by_layer.values() if unit in units)
                 formats += counts
-                for label, count in counts.most_common():
-                    chosen.append(f"{name} in {label} in {counted(count, 'layer')}")
-            groups = joined(chosen)
+                of_unit = [
+                    f"{label} in {counted(count, 'layer')}" for label, count in counts.most_common()
+                ]
+                chosen.append(f"{name} in {joined(of_unit)}")
+            groups = "; ".join(chosen)
         servers = [*SERVERS.values()]
         for label in formats:
             scheme, _, size = label.partition("/")
@@ -299,7 +301,8 @@ class QuantizeStep(Step[Quantize]):
         summary = (
             f"Quantised {what}{before} to {to} by {how}: {groups}, "
             f"{plan['bits']:.3g} bits a weight, stored as {plan['format']}, a format that "
-            f"{joined(servers) or 'no server is known to'} read (not tried here)"
+            f"{joined(servers) or 'no server is known to'} read{'s' * (len(servers) == 1)} "
+            "(not tried here)"
         )
         rounded = ((planned.result or {}).get("rounded") or {}).values()
         if rounded:
