@@ -19,7 +19,7 @@ from compressor.golden.fingerprints import fingerprints
 from compressor.golden.prompts import LONGEST, golden_prompts, tokenizer_of
 from compressor.golden.rounding import own_rounding, roundings
 from compressor.model.constant_experts import SubstitutedCheckpoint, Substitutes
-from compressor.model.opened import OpenModel, memory_budget, open_substituted
+from compressor.model.opened import OpenModel, fits, memory_budget, open_substituted
 from compressor.model.substitution import Substitution
 from compressor.model.tokenizer import has_chat_template
 from compressor.progress import SILENT, Progress
@@ -111,10 +111,13 @@ def config_of(model: OpenModel) -> dict[str, Any]:
 
 
 def make_golden(
-    source: ModelSource, device: str = "auto", progress: Progress = SILENT
+    source: ModelSource,
+    device: str = "auto",
+    progress: Progress = SILENT,
+    resident: bool = False,
 ) -> GoldenAnswers:
     """Return the golden answers of a checkpoint, from four streamed passes, two of them with few
-    prompts.
+    prompts. If it is to be `resident`, and fits twice, they read it once in each dtype.
 
     Raises `CompressionError` without a head, and for answers that are not finite.
     """
@@ -126,6 +129,8 @@ def make_golden(
     halved = replace(
         model, partial=model.partial.computing_in(torch.bfloat16, model.partial.device)
     )
+    stays = resident and fits(model, model.partial.nbytes)
+    model.partial.resident = halved.partial.resident = stays
     try:
         prompts = _continued(halved, prompts, progress)
     except CompressionError:  # a kernel may take no bfloat16 of odd widths

@@ -338,7 +338,8 @@ def _golden_answers(resolved: ResolvedRecipe, state: Run, folder: Path) -> Golde
     source = ModelSource(str(folder), None, folder)
     try:
         with state.clock.phase("golden answers"):
-            return make_golden(source, str(state.base.partial.device), state.progress)
+            partial = state.base.partial
+            return make_golden(source, str(partial.device), state.progress, partial.resident)
     except Exception as error:  # of models that take no plain text
         logger.warning("no golden answers are kept: %s", reason_of(error))
         return None

@@ -73,7 +73,7 @@ class Prune(StepOptions):
     """Pruning strategy. See `moe-compress list strategies`."""
     experts: int | None = None
     """Experts to keep in each MoE layer. They are those of the source, also after `split`."""
-    ratio: float | None = None
+    ratio: float | None = Field(None, ge=0, lt=1)
     """Share of the experts to remove. No more than this goes."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """Options of the strategy."""
