@@ -227,16 +227,14 @@ class Evaluator:
     def _probe(
         self,
         variants: int = 0,
-        only: Collection[int] | None = None,
+        only: Sequence[Collection[int]] | None = None,
         first: int = 0,
-        only_last: Collection[int] | None = None,
     ) -> "HeldoutProbe":
         """Return a probe of variants, after those of the base's batches that are missing."""
-        entries: list[_Entry] = [(None, number) for number in self.missing(only)]
+        wanted = None if only is None else set().union(*only)
+        entries: list[_Entry] = [(None, number) for number in self.missing(wanted)]
         for variant in range(variants):
-            numbers = range(len(self.batches)) if only is None else only
-            if only_last is not None and variant == variants - 1:
-                numbers = only_last
+            numbers = range(len(self.batches)) if only is None else only[variant]
             entries += [(variant, number) for number in numbers]
         return HeldoutProbe(self, entries, first)
 
@@ -263,17 +261,16 @@ class Evaluator:
         *,
         progress: Progress = SILENT,
         phase: str = "evaluate",
-        only: Sequence[int] | None = None,
-        only_last: Sequence[int] | None = None,
+        only: Sequence[Collection[int]] | None = None,
     ) -> list[Figures]:
-        """Return figures of variants of a model, from one streamed pass of all batches, `only` of
-        those numbers, or of the last variant `only_last`.
+        """Return figures of variants of a model, from one streamed pass of all batches, or for each
+        variant `only` of those numbers, at least one.
 
         Where the base's answers are not kept yet, it runs along in this pass if it is the same
         opened model, and in one of its own otherwise."""
-        if model.partial is not self.base.partial and self.missing(only):
+        if model.partial is not self.base.partial and self.missing():
             self._keep(progress)
-        with self._probe(len(variants), only, 0, only_last).attached(model.partial.model) as probe:
+        with self._probe(len(variants), only).attached(model.partial.model) as probe:
             probe.run(model, progress, phase, variants)
         probe.add_up()
         return probe.figures

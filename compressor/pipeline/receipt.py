@@ -150,8 +150,8 @@ def measure_output(
     else:
         output = open_model(ModelSource(str(folder), None, folder), *settings)
     variants = variant, replace(variant, around=as_elsewhere)
-    last = _moved_batches(evaluator)
-    figures, moved = evaluator.measure(output, variants, progress=progress, only_last=last)
+    only = range(len(evaluator.batches)), _moved_batches(evaluator)
+    figures, moved = evaluator.measure(output, variants, progress=progress, only=only)
     return figures, moved
 
 

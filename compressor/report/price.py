@@ -69,7 +69,8 @@ def prices(session: Session, data: Calibration) -> list[Price]:
         choice = table.best(limit - rest)
         if choice is not None:
             bits = 8 * table.total(choice) / weights
-            cost = Cost(table.predicted(choice), finite(table.standard_error(choice)))
+            kl = table.predicted(choice)
+            cost = Cost(kl, finite(kl * table.relative))
         found.append(Price(target, limit, *pruned[limit], bits, cost))
     return found
 

@@ -241,8 +241,9 @@ class _Search:
         for numbers in divisions:
             dropped = _first_of(self.model.architecture.layers, self.orders, numbers)
             variants.append(Substitution(constants=substitutes_of(dropped, self.constants)))
+        batches = None if only is None else [only] * len(variants)
         return self.evaluator.measure(
-            self.model, variants, progress=self.progress, phase=phase, only=only
+            self.model, variants, progress=self.progress, phase=phase, only=batches
         )
 
     def consider(self, divisions: Sequence[Sequence[int]]) -> None:

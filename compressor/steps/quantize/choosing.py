@@ -29,7 +29,8 @@ from compressor.steps.quantize.options import FORMATS, ROW, loaders
 from compressor.steps.quantize.scheme import GROUPS, Scheme
 from compressor.steps.quantize.writing import largest_weights, rounded
 
-PASSES = 1.5  # of the text, that measuring units alone may take
+PASSES = 1.0  # of the text, that measuring units alone may take
+READ = 0.75  # of the text, that they are measured on
 CHOOSING = 3  # passes of the text that a choice takes at most, with those of what was chosen
 PROBED = 128  # tokens of a sequence of these
 MIDDLE = 4  # bits of the second format that is measured
@@ -132,7 +133,7 @@ class Sensitivities:
     schemes: Sequence[Sequence[Format]]  # of each unit
     kl: Sequence[Sequence[float]]
     nbytes: Sequence[Sequence[int]]
-    shape: Tensor  # [units, n] KL of each sequence over the mean, where a unit alone is rounded
+    relative: float  # standard error of a predicted KL, over the KL
     # True if all experts get one format: stock transformers reads those of all layers alike
     together: bool = True
 
@@ -169,7 +170,7 @@ class Sensitivities:
             kls.append([*map(kl_of, own), 0.0])
             sizes.append([*(unit_bytes(unit, scheme, dtype) for scheme in own), plain])
         formats = [[*own, None] for own in schemes]
-        return Sensitivities(units, formats, kls, sizes, self.shape, self.together)
+        return Sensitivities(units, formats, kls, sizes, self.relative, self.together)
 
     def total(self, choice: Sequence[int]) -> int:
         """Return the bytes of the matrices in these formats, one number for each unit."""
@@ -178,13 +179,6 @@ class Sensitivities:
     def predicted(self, choice: Sequence[int]) -> float:
         """Return the sum of the units' KLs."""
         return sum(kls[number] for kls, number in zip(self.kl, choice, strict=True))
-
-    def standard_error(self, choice: Sequence[int]) -> float:
-        """Return the standard error over sequences of what is predicted; infinite for one."""
-        kls = [kls[number] for kls, number in zip(self.kl, choice, strict=True)]
-        by_sequence = torch.tensor(kls, dtype=torch.float64) @ self.shape
-        count = len(by_sequence)
-        return float(by_sequence.std()) / math.sqrt(count) if count > 1 else math.inf
 
     def best(self, limit: int, unlike: Sequence[int] = ()) -> list[int] | None:
         """Return the format of each unit at the least sum of KLs, in at most so many bytes; None if
@@ -283,11 +277,15 @@ def rounding(
     return Substitution(tensors)
 
 
-def probes_of(batches: Sequence[Tensor], variants: int) -> list[Tensor]:
-    """Return the text [B, L] on which so many variants take `PASSES` of the batches [B, L]."""
-    tokens = sum(batch.numel() for batch in batches) * PASSES / variants
+def probes_of(batches: Sequence[Tensor], variants: int) -> list[EvaluationSet]:
+    """Return sets of text [B, L] from at most `READ` of the batches [B, L], of which one for each
+    of so many variants takes `PASSES` of them."""
+    tokens = sum(batch.numel() for batch in batches)
     rows = torch.cat([batch[:, :PROBED] for batch in batches])
-    return list(rows[: max(1, round(tokens / rows.shape[1]))].split(8))
+    count = max(1, round(tokens * PASSES / variants / rows.shape[1]))
+    most = max(1, round(tokens * READ / rows.shape[1] / count))  # sets
+    sets = [part for part in rows.split(count) if len(part) == min(count, len(rows))][:most]
+    return [EvaluationSet(str(number), (part,)) for number, part in enumerate(sets)]
 
 
 def sensitivities(
@@ -299,8 +297,11 @@ def sensitivities(
     progress: Progress,
     together: bool = True,
 ) -> Sensitivities:
-    """Measure each unit alone on text [B, L] in its smallest format and in one of `MIDDLE` bits,
-    side by side in one streamed pass."""
+    """Measure each unit alone in its smallest format and in one of `MIDDLE` bits, and all units so
+    together, side by side in one streamed pass.
+
+    Parts of the text [B, L] take turns, one for each unit. Single KLs don't quite add up, and a
+    part differs from the text: units' KLs are scaled so that their sum is that of all together."""
     errors = dict[Unit, list[float]]()
     probed = list[tuple[int, int]]()  # number of a unit, number of its format
     variants = []
@@ -316,23 +317,46 @@ def sensitivities(
 
         return replace(change, tensors=and_errors)
 
+    whole = dict[Unit, Scheme](), dict[Unit, Scheme]()  # the smallest formats, those of MIDDLE bits
     for number, (unit, own) in enumerate(zip(units, schemes, strict=True)):
         middle = next((place for place, one in enumerate(own) if one.bits >= MIDDLE), 0)
-        for place in sorted({0, middle}):
+        for formats, place in zip(whole, (0, middle), strict=True):
+            formats[unit] = own[place]
             probed.append((number, place))
             variants.append(measured(unit, own, rounding(model, {unit: own[place]}, dtype)))
-    evaluator = Evaluator.of(model, probes_of(batches, len(variants)))
-    figures = evaluator.measure(model, variants, progress=progress, phase="round units alone")
+    sets = probes_of(batches, len(variants))
+    evaluator = Evaluator(model, sets)
+    parts = list[list[int]]()  # of the evaluator's batches, for each variant
+    for number, _ in probed:
+        of_set = number % len(sets)
+        parts.append([place for place, part in enumerate(evaluator.domains) if part == of_set])
+    everything = [place for place, part in enumerate(evaluator.domains) if part % 2 == 0]
+    variants += [rounding(model, formats, dtype) for formats in whole]
+    *alone, coarse, fine = evaluator.measure(
+        model,
+        variants,
+        progress=progress,
+        phase="round units alone",
+        only=[*parts, everything, everything],
+    )
+    sums = [sum(figure.means["kl"] for figure in alone[level::2]) for level in (0, 1)]
+    scales = [
+        max(figure.means["kl"], LEAST) / max(total, LEAST)
+        for figure, total in zip((coarse, fine), sums, strict=True)
+    ]
     known = defaultdict[int, list[tuple[float, float]]](list)  # error and KL of a unit's formats
-    for (number, place), figure in zip(probed, figures, strict=True):
-        known[number].append((errors[units[number]][place], max(figure.means["kl"], LEAST)))
-    kl, nbytes, shape = [], [], dict[int, Tensor]()
-    for (number, _), figure in zip(probed, figures, strict=True):
-        shape.setdefault(number, figure.kl.double() / max(figure.means["kl"], LEAST))
+    for turn, ((number, place), figure) in enumerate(zip(probed, alone, strict=True)):
+        value = max(scales[turn % 2] * figure.means["kl"], LEAST)
+        known[number].append((errors[units[number]][place], value))
+    relative = max(
+        float(figure.kl.std()) / math.sqrt(figure.sequences) / max(figure.means["kl"], LEAST)
+        for figure in (coarse, fine)
+    )
+    kl, nbytes = [], []
     for number, (unit, own) in enumerate(zip(units, schemes, strict=True)):
         kl.append([interpolated(error, known[number]) for error in errors[unit]])
         nbytes.append([unit_bytes(unit, scheme, dtype) for scheme in own])
-    return Sensitivities(units, schemes, kl, nbytes, torch.stack([*shape.values()]), together)
+    return Sensitivities(units, schemes, kl, nbytes, relative, together)
 
 
 def unit_bytes(unit: Unit, scheme: Scheme, dtype: torch.dtype) -> int:

@@ -139,7 +139,7 @@ def test_the_base_runs_along_and_variants_in_one_pass_are_measured_as_each_alone
     stock, model = opened_wide("mixtral", tmp_path)
     entries = sets(stock)
     evaluator, kept = Evaluator(model, entries), Evaluator(model, entries)
-    few = evaluator.measure(model, scaled(model, 2), only=[1, 2])  # the base's answers on these alone
+    few = evaluator.measure(model, scaled(model, 2), only=[[1, 2], [2, 1]])  # the base's answers on these alone
     assert [*evaluator.inputs] == [1, 2]
     together = evaluator.measure(model, scaled(model, 3))
     assert not together[0].kl.any() and not together[0].flips.any() and together[1].kl.all()

@@ -22,8 +22,8 @@ def test_the_choice_is_that_of_all_combinations() -> None:
     units = [Unit(f"layers.{number // 2}", ("experts", "dense")[number % 2], ()) for number in range(6)]
     kl = torch.rand(6, 4, generator=draw).sort(descending=True).values.tolist()
     nbytes = [[size * weight for size in (2, 3, 4, 8)] for weight in (5, 7, 1, 9, 4, 6)]
-    table = Sensitivities(units, [FORMATS] * 6, kl, nbytes, torch.ones(6, 4), together=False)
-    one = Sensitivities(units, [FORMATS] * 6, kl, nbytes, torch.ones(6, 4))
+    table = Sensitivities(units, [FORMATS] * 6, kl, nbytes, 0.1, together=False)
+    one = Sensitivities(units, [FORMATS] * 6, kl, nbytes, 0.1)
     for limit in (64, 90, 130, 200, 256):
         choices = [choice for choice in product(range(4), repeat=6) if table.total(choice) <= limit]
         best = table.best(limit)
