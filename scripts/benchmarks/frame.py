@@ -101,8 +101,9 @@ class Child:
     output: str
 
 
-def run_child(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Child:
-    """Run a command to its end, watched; raises `CompressionError` with the end of what a failing one printed."""
+def run_child(command: Sequence[str], environment: Mapping[str, str] | None = None, fails: bool = False) -> Child:
+    """Run a command to its end, watched; raises `CompressionError` with the end of what a failing one printed, or
+    where one that `fails` doesn't."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     begin = time.perf_counter()
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -117,7 +118,7 @@ def run_child(command: Sequence[str], environment: Mapping[str, str] | None = No
     with subprocess.Popen(command, env={**os.environ, **(environment or {})}, **streams) as process:
         threading.Thread(target=sample, daemon=True).start()
         output, errors = process.communicate()
-    if process.returncode:
+    if bool(process.returncode) is not fails:
         status = f"{shlex.join(command)} ended with status {process.returncode}"
         raise CompressionError(f"{status}:\n{errors[-2000:]}")
     seconds = time.perf_counter() - begin

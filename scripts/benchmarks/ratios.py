@@ -1,0 +1,168 @@
+"""Measure what moe-compress takes over the least that its work asks for: stock passes, loads and copies.
+
+    python -m scripts.benchmarks.ratios [--repeats 3] [--only reap ridge] [--before CHECKOUT] [--megabytes 256]
+
+Prints medians of ratios with their range, of processor seconds of whole processes and of wall seconds: of this build and,
+with `--before`, of another checkout's, whose runs take turns with this one's. A small OLMoE of random weights is pruned
+on 64 sequences of 256 tokens by one thread; a larger checkpoint is rounded.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from scripts.benchmarks import frame
+
+OLMOE = {
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 8, "num_experts": 16,
+    "num_experts_per_tok": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
+}  # fmt: skip
+WIDE = {
+    "vocab_size": 512, "hidden_size": 1024, "intermediate_size": 2048, "moe_intermediate_size": 512, "num_experts": 16,
+    "num_experts_per_tok": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+WIDE_LAYER = 54  # megabytes
+STOCK = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+with torch.no_grad():
+    for _ in range(int(sys.argv[2])):
+        for batch in torch.arange(64 * 256).remainder(256).view(8, 8, 256):
+            model(batch)
+"""
+COPY = "import shutil, sys; [shutil.copyfile(file, sys.argv[1]) for file in sys.argv[2:]]"
+TEXT = "--calibration TEXT --samples 64 --sequence-length 256"
+DROP = f"compress OLMOE -o OUT --experts 12 {TEXT} --strategy reap"
+PLAIN = "--no-evaluate --output.golden-answers false"
+COMMANDS = {
+    "demo drop": f"compress DEMO -o OUT --experts 12 --calibration demo --strategy reap --correct none {PLAIN}",
+    "demo drop, golden": "compress DEMO -o OUT --experts 12 --calibration demo --strategy reap --correct none --no-evaluate",
+    "drop": f"{DROP} --correct none {PLAIN}",
+    "drop, evaluated": f"{DROP} --correct none --output.golden-answers false",
+    "ridge": f"{DROP} --correct ridge {PLAIN}",
+    "tune": f"{DROP} --correct tune {PLAIN}",
+    "int4": f"compress WIDE -o OUT --quantize int4 {PLAIN}",
+    "int4 small": f"compress OLMOE -o OUT --quantize int4 {PLAIN}",
+    "int4, compared": "compress WIDE -o OUT --quantize int4 --no-evaluate",
+    "GPTQ": f"compress OLMOE -o OUT --quantize int4 --quantize.method gptq {TEXT} {PLAIN}",
+    "weights alone": f"compress OLMOE -o OUT --experts 12 --strategy aimer --correct none {PLAIN}",
+    "wrong": "compress OLMOE -o OUT --experts 12 --strategy raep",
+}
+Seconds = Mapping[str, Sequence[float]]  # of each repetition, by command
+# what is shown, with the goal, and how it follows from the seconds of one repetition
+RATIOS: Mapping[str, tuple[str, float, Callable[[Mapping[str, float]], float]]] = {
+    "golden": (
+        "golden answers, over a plain drop of the demo", 0.1,
+        lambda took: (took["demo drop, golden"] - took["demo drop"]) / took["demo drop"],
+    ),
+    "reap": (
+        "drop by reap, evaluated, over load and forward", 1.35,
+        lambda took: took["drop, evaluated"] / took["forward"],
+    ),
+    "ridge": (
+        "ridge: forward passes beyond the drop", 8,
+        lambda took: (took["ridge"] - took["drop"]) / (took["forward"] - took["load"]),
+    ),
+    "tune": (
+        "tune, the default: forward passes beyond the drop", 25,
+        lambda took: (took["tune"] - took["drop"]) / (took["forward"] - took["load"]),
+    ),
+    "round": (
+        "int4: copies beyond a small model's run", 1.5,
+        lambda took: (took["int4"] - took["int4 small"]) / (took["copy"] - took["no copy"]),
+    ),
+    "compare": (
+        "int4, compared with the base by golden answers' passes", 2.0,
+        lambda took: (took["int4, compared"] - took["int4 small"]) / (took["copy"] - took["no copy"]),
+    ),
+    "gptq": (
+        "GPTQ: forward passes beyond rounding", 3,
+        lambda took: (took["GPTQ"] - took["int4 small"]) / (took["forward"] - took["load"]),
+    ),
+    "startup": ("a wrong strategy, seconds", 0.6, lambda took: took["wrong"]),
+    "small": ("a drop by weights alone, over a stock load", 1.25, lambda took: took["weights alone"] / took["load"]),
+}  # fmt: skip
+
+
+def commands_of(only: Sequence[str]) -> set[str]:
+    """Return the names of the commands that these ratios need."""
+    asked = set[str]()
+
+    class Asked(dict[str, float]):
+        def __missing__(self, name: str) -> float:
+            asked.add(name)
+            return float(len(asked))
+
+    for name in only:
+        RATIOS[name][2](Asked())
+    return asked
+
+
+def make_models(folder: Path, megabytes: int) -> dict[str, str]:
+    """Write the models and the text, and return what stands for them in commands."""
+    import torch
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
+    from tests.support import small
+
+    torch.manual_seed(0)
+    OlmoeForCausalLM(OlmoeConfig(**OLMOE)).to(torch.bfloat16).save_pretrained(folder / "olmoe")
+    small.tokenizer().save_pretrained(folder / "olmoe")
+    (folder / "wide").mkdir()
+    frame.write_layers(folder / "wide", max(1, round(megabytes / WIDE_LAYER)), **WIDE)
+    (folder / "text.txt").write_text(frame.random_text(100_000))
+    demo = Path(__file__).parents[2] / "compressor" / "demo" / "checkpoint"
+    names = {"OLMOE": folder / "olmoe", "WIDE": folder / "wide", "TEXT": folder / "text.txt", "OUT": folder / "out"}
+    return {name: str(path) for name, path in (names | {"DEMO": demo}).items()}
+
+
+def run(name: str, places: Mapping[str, str], checkout: str) -> frame.Child:
+    """Run a command once; of moe-compress, in a checkout."""
+    out = Path(places["OUT"])
+    shutil.rmtree(out, ignore_errors=True)
+    stock = {"load": (places["OLMOE"], "0"), "forward": (places["OLMOE"], "1")}
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": checkout, "MOE_COMPRESSOR_CACHE": str(out.parent / "cache")}
+    python = frame.COMMAND[0]
+    if name in stock:
+        return frame.run_child([python, "-c", STOCK, *stock[name]], environment)
+    if name in ("copy", "no copy"):
+        files = sorted(map(str, Path(places["WIDE"]).glob("*.safetensors"))) if name == "copy" else []
+        return frame.run_child([python, "-c", COPY, str(out.parent / "copied"), *files], environment)
+    words = [places.get(word, word) for word in COMMANDS[name].split()]
+    return frame.run_child([*frame.COMMAND, *words], environment, fails=name == "wrong")
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    parser = frame.options(__doc__, repeats=3, only=[*RATIOS], before=None, megabytes=256)
+    given = parser.parse_args()
+    here = str(Path(__file__).parents[2])
+    builds = {"this build": here, **({"before": given.before} if given.before else {})}
+    took: dict[tuple[str, str], list[dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        places = make_models(Path(folder), given.megabytes)
+        names = sorted(commands_of(given.only))
+        for _ in range(given.repeats):
+            for build, checkout in builds.items():
+                runs = {name: run(name, places, checkout) for name in names}
+                took.setdefault((build, "processor"), []).append({name: each.cpu for name, each in runs.items()})
+                took.setdefault((build, "wall"), []).append({name: each.seconds for name, each in runs.items()})
+    columns = ["ratio", "goal", *(f"{build}, {kind}" for build, kind in took)]
+    rows = []
+    for name in given.only:
+        shown, goal, ratio = RATIOS[name]
+        cells = list[Any]()
+        for repetitions in took.values():
+            values = sorted(map(ratio, repetitions))
+            cells.append(f"{median(values):.2f} ({values[0]:.2f} to {values[-1]:.2f})")
+        rows.append([shown, f"{goal:g}", *cells])
+    print(frame.table(columns, rows))
+
+
+if __name__ == "__main__":
+    frame.run(main)
