@@ -32,7 +32,8 @@ class Cost:
     standard_error: float | None  # None of one sequence
 
     def __str__(self) -> str:
-        return f"{self.kl:.4f} ± {self.standard_error or math.nan:.4f}"
+        error = "" if self.standard_error is None else f" ± {self.standard_error:.4f}"
+        return f"{self.kl:.4f}{error}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,7 +257,8 @@ class QuantizeStep(Step[Quantize]):
             return job
         named = {layer: labels(units) for layer, units in schemes.items()}
         command = quantize_command(named, state.model)
-        logger.info("%s:\n%s", NAME, command)
+        for line in command.splitlines():
+            logger.info("%s", line)
         return replace(job, files={**job.files, NAME: command.encode()})
 
     def describe(self, planned: PlannedStep) -> Section:
