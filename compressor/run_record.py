@@ -13,7 +13,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 
 from compressor.errors import CompressionError, without_tokens
 from compressor.files import WEIGHTS, default_folder, file_digest, json_object, write_whole
+from compressor.frozen import frozen
 from compressor.records import plain_json, read_as
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ COMPRESSION = "compression.json"
 PACKAGES = ("moe-compressor", "torch", "transformers", "safetensors")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RunRecord:
     """One run of compress or apply."""
 

@@ -11,12 +11,13 @@ vLLM 0.33 reads constants from `approximate_experts`, as the step `constants` wr
 
 import json
 import shlex
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from compressor.document.blocks import Block, Code, Facts, Heading, Text
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.model.constant_experts import FIELD, SUFFIX, SubstitutedCheckpoint
 from compressor.model.remote_code import json_bytes
 from compressor.pipeline.outcome import read_plan
@@ -32,7 +33,7 @@ OVERRIDES = "hf_overrides.json"
 RECORD = "keep_list.json"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ListSummary:
     """The list that was written, and how it is served."""
 

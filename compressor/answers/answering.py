@@ -7,7 +7,6 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -18,6 +17,7 @@ from compressor.answers.options import GenerationOptions
 from compressor.answers.prompts import Prompt
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.model.tokenizer import load_tokenizer, templates_of
 from compressor.progress import Progress
 from compressor.prompt_date import date_facts
@@ -32,7 +32,7 @@ POSITIONS = 2048  # of a model that doesn't say how many it was made for
 Ended = Literal["end", "length"]  # by an end token, or since no more tokens were allowed
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Answer:
     """One answer: its tokens with the end token, if there is one, and their text without it."""
 
@@ -43,7 +43,7 @@ class Answer:
     ended: Ended
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TaskWriting:
     """How answers to the items of one of lm-eval's tasks are written: by lm-eval's own rules."""
 
@@ -57,7 +57,7 @@ class TaskWriting:
 Writing: TypeAlias = GenerationOptions | TaskWriting
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ModelFacts:
     """Facts on generation from the JSON files beside the weights."""
 

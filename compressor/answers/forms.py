@@ -3,7 +3,7 @@ generated."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from compressor.answers.server import Server
@@ -11,6 +11,7 @@ from compressor.answers.tasks import EvaluationOptions, EvaluationTask, generati
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
 from compressor.formatting import known_names, one_line
+from compressor.frozen import frozen
 from compressor.model.tokenizer import load_tokenizer, templates_of
 from compressor.prompt_date import date_facts, today
 
@@ -20,7 +21,7 @@ SHOWN = 12  # digits of a digest
 PLAINLY = "--no-apply-chat-template"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TaskForm:
     """How one model is asked the items of a task."""
 

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -29,6 +29,7 @@ from compressor.checkpoint.source import ModelSource
 from compressor.distributed import ranks
 from compressor.errors import CompressionError, wrap_faults
 from compressor.formatting import human_bytes
+from compressor.frozen import frozen
 from compressor.progress import Progress
 from compressor.records import read_as
 from compressor.run_record import read_cached, request_key, versions, write_cached
@@ -126,7 +127,7 @@ def choose_metric(task: EvaluationTask, rows: Mapping[str, Rows], named: str) ->
     )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TaskEvaluation:
     """A model with the tasks that it answers, and results of earlier runs."""
 

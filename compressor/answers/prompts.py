@@ -5,7 +5,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from compressor.answers.options import NEW_TOKENS, AnswerOptions, GenerationOptions
@@ -22,6 +22,7 @@ from compressor.data.chats import (
 from compressor.data.rows import Row, source_rows
 from compressor.data.sources import SourceSpec, WeightedSource, domain_of
 from compressor.errors import CompressionError, ItemError, LeftOut, wrap_faults
+from compressor.frozen import frozen
 from compressor.model.tokenizer import (
     first_part,
     has_chat_template,
@@ -35,7 +36,7 @@ COLUMNS = tuple(zip((ASKING[0], *CHATS, CHOSEN, "text", *ASKING[1:]), strict=Tru
 OF_A_DATA_SET = 1_000  # prompts, where nobody says how many
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Prompt:
     """A text to continue, or the messages of a chat to answer, with the tools that may be called.
 
@@ -209,7 +210,7 @@ def tokens_of(
     return ids
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PromptSet:
     """Prompts that have been read, and the options by which models answer them."""
 

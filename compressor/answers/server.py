@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cache
 from itertools import islice
 from operator import eq
@@ -51,6 +51,7 @@ from compressor.checkpoint.source import ModelSource
 from compressor.errors import KEY_VARIABLE, CompressionError, reason_of
 from compressor.files import file_digest
 from compressor.formatting import known_names
+from compressor.frozen import frozen
 from compressor.model.tokenizer import (
     THINKING_END,
     load_tokenizer,
@@ -238,7 +239,7 @@ def _certificates() -> Any:
     return httpx2.create_ssl_context()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Server:
     """One model of a server; with no model, the server itself."""
 
@@ -455,7 +456,7 @@ class Server:
         return replace(self, facts={**self.facts, "answer": reply.choices[0].text}, plain=plain)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PromptScores:
     """Log-probabilities of the n tokens of a prompt, and the tokens that the server has generated
     after it."""
@@ -514,7 +515,7 @@ class PromptScores:
         return total, greedy
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ServerModel(Model):
     """A served model; `source` holds its tokenizer."""
 

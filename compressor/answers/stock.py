@@ -38,6 +38,7 @@ from compressor.checkpoint.source import ModelSource
 from compressor.devices import pick_device
 from compressor.errors import CompressionError, wrap_faults
 from compressor.files import GOLDEN, file_digest
+from compressor.frozen import frozen
 from compressor.model.architecture import build_meta, load_config, model_class
 from compressor.model.opened import load_whole, memory_budget, pick_dtype
 from compressor.progress import Progress, quiet_transformers
@@ -160,7 +161,7 @@ class StockModel(Model):
                 free(device)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Question:
     """A request with its number, and the tokens [S] of its prompt."""
 

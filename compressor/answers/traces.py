@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from compressor.answers.prompts import Prompt, PromptSet, is_chat
 from compressor.errors import CompressionError
 from compressor.files import file_digest, json_object, lock_output, replacing
 from compressor.formatting import counted
+from compressor.frozen import frozen
 from compressor.model.tokenizer import render_chat
 from compressor.progress import Progress
 from compressor.prompt_date import dated
@@ -29,7 +30,7 @@ SUFFIX = ".jsonl"
 UNENDED, EMPTY = "not ended by itself", "empty"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Traces:
     """Numbers of answers that were requested and kept, and their files."""
 

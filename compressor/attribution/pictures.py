@@ -6,7 +6,6 @@ After "Understanding Cross-Layer Contributions to Mixture-of-Experts Routing in 
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +38,7 @@ from compressor.document.drawing import (
 )
 from compressor.document.picture import FONT, Drawing
 from compressor.formatting import counted, readable
+from compressor.frozen import frozen
 from compressor.recipe.hubs import Hub
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ BAR = 1.05  # a colour bar with its label
 Group = tuple[str, Sequence[Pair], dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Panel:
     """One heat map of a figure with several."""
 

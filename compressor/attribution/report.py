@@ -3,7 +3,6 @@ pictures."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from compressor.document.markdown import markdown
 from compressor.document.picture import png
 from compressor.files import write_files
 from compressor.formatting import percent, short
+from compressor.frozen import frozen
 from compressor.recipe.hubs import Hub, RoutedExpert
 from compressor.records import plain_json, report_json
 
@@ -53,7 +53,7 @@ DIGITS = 6  # significant ones of a number in JSON
 Blocks = tuple[Block, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Findings:
     """An attribution with its hubs above a threshold and its super experts; `top` senders are
     shown."""

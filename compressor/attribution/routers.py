@@ -23,6 +23,7 @@ from compressor.attribution.tracing import (
 )
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.model.router_logits import SCORES, Score, weights_of
@@ -42,7 +43,7 @@ def ranks_of(scores: Tensor, chosen: Tensor) -> Tensor:
     return torch.stack(above, -1)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Selection:
     """The scores that routers rank experts by: the logits or weights made of them, plus a bias [R,
     E] if any."""
@@ -110,7 +111,7 @@ def leaf_map(terms: Sequence[Term], leaf: str) -> LeafMap | None:
     return LeafMap(token, tuple(term.chain for term in entering))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class View:
     """The view of neighbouring routers on values: their numbers, rows [r * E, H'] and factors [T,
     r]."""

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from compressor.frozen import frozen
 from compressor.model.experts import Choices, moe_hooks
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.streaming import Forward, LayerVisitor
@@ -304,7 +305,7 @@ class Logits(NamedTuple):
     chosen: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Heads:
     """Input [T, heads, size] of an attention's output projection, its weight [H, heads, size] and
     bias [H]."""

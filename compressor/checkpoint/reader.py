@@ -13,7 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import filter as matching
 from fractions import Fraction
 from pathlib import Path
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from compressor.errors import CompressionError, reason_of
 from compressor.files import NAME_ONE, TEMPLATES
+from compressor.frozen import frozen
 from compressor.records import RESTORE, read_object
 
 # views of files are only read
@@ -83,7 +84,7 @@ PART = re.compile(
 LARGEST_NUMBER = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7C}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TensorInfo:
     """The position of one tensor: `begin` and `end` are absolute byte offsets in its file.
 
@@ -115,7 +116,7 @@ class TensorInfo:
         return dtype is not None and dtype.is_floating_point and dtype.itemsize > 1
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Size:
     """Weights and bytes of several tensors."""
 

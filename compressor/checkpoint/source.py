@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from compressor.distributed import ranks
 from compressor.entry_points import kind_of_file
 from compressor.errors import CompressionError, reason_of, without_tokens
 from compressor.files import NAME_ONE, SUMS, TEMPLATES, is_local, json_object
+from compressor.frozen import frozen
 from compressor.progress import Progress, Silent
 
 PASSING = (408, 429)  # temporary answers: too slow, too many requests
@@ -83,7 +83,7 @@ PAUSE_SECONDS = 1.0
 SILENT = Silent()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ModelRepository:
     """A model's repository at one commit: the files at its top, and its chat templates."""
 
@@ -234,7 +234,7 @@ def _fetch(
     return Path(path)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ModelSource:
     """A model as the user named it, and the folder of its files."""
 

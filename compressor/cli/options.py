@@ -5,7 +5,6 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType, UnionType
@@ -18,6 +17,7 @@ from typer.models import OptionInfo
 from compressor.answers.options import ServerOptions
 from compressor.cli.terminal import PROGRAM
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.options import separated, validated
 from compressor.progress import Progress
 from compressor.quality_gate.options import BehaviourOptions, GateOptions
@@ -45,7 +45,7 @@ HELP_ALL = "help_all"
 TYPE_NAMES = {bool: "yes | no", str: "text", Path: "path", int: "int", float: "float"}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Described:
     """A field of a class of options."""
 

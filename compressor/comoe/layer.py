@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -23,6 +22,7 @@ from compressor.comoe.contrastive import contrastive_loss
 from compressor.comoe.options import ComoeConfig, TuningOptions
 from compressor.errors import CompressionError
 from compressor.files import whole_folder
+from compressor.frozen import frozen
 from compressor.options import NamedOptions, validated
 from compressor.records import RESTORE, read_object
 
@@ -32,7 +32,7 @@ FACTS = "comoe.json"
 TENSORS = "adapters.safetensors"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LayerCall:
     """The inputs and choices of one call of a layer, for the contrastive loss and for counting."""
 

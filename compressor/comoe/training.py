@@ -7,7 +7,7 @@ import math
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from compressor.comoe.options import ComoeConfig, TuningOptions
 from compressor.devices import pick_device
 from compressor.errors import CompressionError, wrap_faults
 from compressor.files import check_folder, clear, json_object, lock_output, whole_folder
+from compressor.frozen import frozen
 from compressor.progress import Progress, Silent, quiet_transformers
 from compressor.records import plain_json
 
@@ -178,7 +179,7 @@ class Reporting(TrainerCallback):
         control.should_log |= state.global_step >= state.max_steps
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Trained:
     """The outcome of a training run; `cost` is that of the steps since its last start."""
 

@@ -33,6 +33,7 @@ from compressor.data.sources import (
     short_names,
 )
 from compressor.errors import CompressionError, reason_of
+from compressor.frozen import frozen
 from compressor.model.inputs import Inputs
 from compressor.prompt_date import dated
 
@@ -55,7 +56,7 @@ EVALUATION = "evaluation"
 Demand = dict[str, tuple[int, int]]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class EvaluationSet:
     """Token ids [B, L] of one source, for evaluation only."""
 
@@ -71,7 +72,7 @@ class EvaluationSet:
 EvaluationSets = tuple[EvaluationSet, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Calibration:
     """Calibration batches of token ids [B, L] without padding, each of one source and held out as a
     whole or not."""
@@ -117,7 +118,7 @@ class Calibration:
         return self.sources[batch] if self.sources else 0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TextSpec:
     """The text to read: `samples` calibration sequences, `reserve` sequences for evaluation, and
     named parts.
@@ -176,7 +177,7 @@ class TextSpec:
         return next((part.length for part in self.parts.values()), self.sequence_length)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TextBatches:
     """Calibration batches, batches of named parts, and held-out sequences that nothing is fitted
     to."""

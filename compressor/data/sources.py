@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from fractions import Fraction
 from os.path import abspath, exists, isfile
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 from compressor.errors import CompressionError, without_tokens
 from compressor.formatting import distinct
+from compressor.frozen import frozen
 from compressor.options import Options, validated
 from compressor.plain_yaml import read_yaml
 
@@ -68,7 +69,7 @@ def refuse_absent_texts(sources: Iterable[Any], purpose: str = "calibration") ->
         raise CompressionError(f"{purpose} file {name} does not exist; {NAME_TEXT}")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SourceSpec:
     """The parts of `ID:config@split@revision#column`; the name is an id, the path of a file or
     folder, or `demo`."""
@@ -91,7 +92,7 @@ class SourceSpec:
         return self.name + "".join(sign + part for sign, part in signed if part is not None)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class GivenTexts:
     """Texts or rows given in Python, named by a digest of their content."""
 
@@ -125,7 +126,7 @@ class GivenTexts:
         return self.name
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class WeightedSource:
     """A file, a data set, the demo, or rows given in Python, and its share of the sequences."""
 
@@ -165,7 +166,7 @@ def read_blend(name: str = DEFAULT_SOURCE) -> list[BlendEntry]:
     return [validated(BlendEntry, entry, str(path)) for entry in content]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TextPart:
     """Text that a step trains on."""
 

@@ -10,7 +10,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from compressor.distributed import ranks
 from compressor.divergence.evaluator import Evaluator, rows_at_once
 from compressor.divergence.logits import LogitReader, require_head
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import LayerVisitor, Pass, allocate, hidden_of
 from compressor.model.tokenizer import load_tokenizer
@@ -34,7 +35,7 @@ LEAST = -60.0  # the logarithm of a mass of nothing, as far as float32 is concer
 CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Distributions:
     """Ids and log probabilities [B, L, K] of a batch's top tokens, and the log of the other tokens'
     mass [B, L]."""

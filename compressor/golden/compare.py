@@ -6,12 +6,12 @@ were written. A fault moves them further, or only those that it reaches. Where t
 nearly tied, rounding may exchange them: so the median counts, and a few answers may be far off."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import inf, isfinite
 from statistics import median
 from typing import Literal
 
 from compressor.document.blocks import Block, Facts, Text
+from compressor.frozen import frozen
 from compressor.golden.answers import GoldenAnswers, Top
 from compressor.model.opened import OpenModel
 
@@ -36,7 +36,7 @@ TOKENS = "its chat template, or its tokenizer, makes other tokens of the same te
 CACHE = "answers after new tokens differ, and those to prompts do not: look at its key-value cache"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Answered:
     """What was asked, and its answers."""
 
@@ -51,7 +51,7 @@ class Answered:
     model: OpenModel | None = None  # that was asked, if it is a checkpoint
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Verdict:
     """What a comparison with golden answers says."""
 

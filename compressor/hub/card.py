@@ -7,7 +7,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from compressor.document.markdown import filled
 from compressor.document.picture import png
 from compressor.errors import CompressionError, without_tokens
 from compressor.formatting import joined, label, one_line, without_paths
+from compressor.frozen import frozen
 from compressor.model.serving import advise
 from compressor.pipeline.formats import exports_in, wrap_exporter
 from compressor.pipeline.outcome import read_plan
@@ -141,7 +142,7 @@ def stored_dtypes(folder: Path, outcome: Report) -> dict[str, int]:
     return dict(dtypes.most_common())
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Card:
     """README.md with its metadata, and the pictures that it shows."""
 

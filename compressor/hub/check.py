@@ -7,7 +7,6 @@ earlier model left there."""
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from compressor.answers.models import identity
@@ -23,6 +22,7 @@ from compressor.checkpoint.reader import (
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
 from compressor.files import GOLDEN, SUMS, TEMPLATES
+from compressor.frozen import frozen
 from compressor.hub.card import CARD
 from compressor.model.constant_experts import SubstitutedCheckpoint, declared
 from compressor.model.mtp import written_heads
@@ -50,7 +50,7 @@ SHOWN = re.compile(r"!\[[^\]]*\]\(\s*<?([^)\s>]+)|<img\b[^>]*?\bsrc=[\"']([^\"']
 WEIGHT_NAMES = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class VerifiedFolder:
     """A folder whose weights are what its configs say, and the files of it that belong on the
     Hub."""

@@ -17,6 +17,7 @@ from compressor.document.blocks import Block, Table, Text
 from compressor.errors import CompressionError
 from compressor.files import write_whole
 from compressor.formatting import counted, human_bytes
+from compressor.frozen import frozen
 from compressor.hub import repository as hub
 from compressor.hub.card import CARD, HUGGING_FACE, card_text, is_hub_id, known_here, suggested_name
 from compressor.hub.check import (
@@ -40,7 +41,7 @@ from compressor.run_record import COMPRESSION
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PushedFile:
     """One file that a push sends, or would send."""
 

@@ -5,7 +5,7 @@ import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import reduce
 from inspect import signature
 from itertools import product
@@ -26,6 +26,7 @@ from transformers.utils import ContextManagers
 from compressor.checkpoint.quantized import declared_quantization
 from compressor.checkpoint.reader import CONFIG, packs_nothing, quantization_of
 from compressor.errors import CompressionError, reason_of
+from compressor.frozen import frozen
 from compressor.model.experts import fills_rows
 from compressor.model.moe_layer import (
     ExpertTensor,
@@ -86,7 +87,7 @@ KERNEL_FIELDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Architecture:
     """Everything about a model that its config alone decides."""
 

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -31,6 +30,7 @@ from compressor.checkpoint.quantized import dequantizer, refuse_unread_scales, r
 from compressor.checkpoint.reader import DTYPE_BITS, Checkpoint, refuse_nan
 from compressor.devices import free_memory
 from compressor.errors import CompressionError, reason_of
+from compressor.frozen import frozen
 from compressor.memory import give_back
 from compressor.model.architecture import build_meta
 from compressor.model.moe_layer import decoder_layer_of
@@ -167,7 +167,7 @@ class ReadAhead:
             return {}, None  # `take` reads them when memory has become free
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class KeyMap:
     """The model tensor that each stored tensor fills, and its conversion pattern."""
 

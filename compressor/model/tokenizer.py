@@ -6,7 +6,6 @@ import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel, Field, StrictStr, TypeAdapter, ValidationError
 
 from compressor.errors import CompressionError, reason_of
+from compressor.frozen import frozen
 from compressor.model.remote_code import load_stock
 from compressor.prompt_date import dated_template
 from compressor.records import read_object
@@ -129,7 +129,7 @@ ARGUMENT_REPR = re.compile(rf"'key': '{PROBE}'")
 TOOL = {"name": PROBE, "description": "-", "parameters": {"type": "object", "properties": {}}}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ChatForm:
     """The forms of messages that a chat template renders, found by rendering probes."""
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from compressor.answers.items import TokenRow
 from compressor.errors import CompressionError, wrap_faults
+from compressor.frozen import frozen
 from compressor.model.architecture import head_of
 from compressor.model.experts import moe_hooks
 from compressor.model.moe_layer import MoeLayer
@@ -32,7 +33,7 @@ REMEDIES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PlainForward:
     """A plain forward of some rows, with everything needed to recompute its late layers."""
 

@@ -2,13 +2,14 @@
 read."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Self
 
 from compressor.checkpoint.reader import Size
 from compressor.data.batches import TextSpec
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.model.inspection import read_headers
 from compressor.model.opened import OpenModel, advice_on, open_checkpoint, served_model
 from compressor.model.serving import Advice
@@ -27,7 +28,7 @@ from compressor.steps.step import OWN, part_name
 EVALUATION = "to compare output and base on, a pass of each"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Shape:
     """The numbers of a model's config and files; `layer_` ones count a layer's routed experts and
     router."""
@@ -41,7 +42,7 @@ class Shape:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TextNeed:
     """A text that is read: sequences to fit on, with a held-out share, and sequences that single
     steps train on."""
@@ -70,7 +71,7 @@ class TextNeed:
         return cls(sources, spec.samples, spec.sequence_length, spec.heldout, tuple(parts))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class DryRun:
     """The content of `--dry-run`."""
 

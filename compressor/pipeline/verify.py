@@ -6,7 +6,7 @@ each layer's experts are found by the rows of its router."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from compressor.checkpoint.source import ModelSource, find_model
 from compressor.document.blocks import Block, Facts, Table, Text, Toned
 from compressor.errors import CompressionError
 from compressor.formatting import first_of, listed, short
+from compressor.frozen import frozen
 from compressor.model.constant_experts import SUFFIX, declared
 from compressor.model.opened import OpenModel, open_model, open_substituted
 from compressor.pipeline.outcome import read_plan
@@ -50,7 +51,7 @@ OF_FORMAT = {"quantization_config", "dtype", "torch_dtype"}
 SHOWN = 20  # faults, and changed tensors, on the terminal
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class OutputVerification:
     """A folder compared with its recorded digests, and with its base where that is named."""
 

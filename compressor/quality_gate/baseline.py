@@ -3,7 +3,6 @@
 import gzip
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,6 +14,7 @@ from compressor.answers.tasks import EvaluationTask
 from compressor.errors import CompressionError, wrap_faults
 from compressor.files import check_parent, write_whole
 from compressor.formatting import joined
+from compressor.frozen import frozen
 from compressor.options import validated
 from compressor.quality_gate.options import GateOptions
 from compressor.records import Finite, plain_json, read_as, read_json, value_as
@@ -26,7 +26,7 @@ SETTINGS = {*AskedOptions.model_fields}
 ANEW = "or make the baseline anew with gate baseline"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Baseline:
     """A base's answers by item, and everything that they depend on."""
 

@@ -7,7 +7,7 @@ are optional."""
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,6 +18,7 @@ from compressor.answers.prompts import Prompt, PromptSet, tokens_of
 from compressor.answers.stock import StockModel, fits_whole
 from compressor.errors import CompressionError
 from compressor.formatting import counted
+from compressor.frozen import frozen
 from compressor.model.opened import open_model
 from compressor.model.tokenizer import templates_of
 from compressor.progress import Progress
@@ -58,7 +59,7 @@ FORMAT = "moe-compressor-behaviour/1"
 UNIT = "answers"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class AnswerPair:
     """Both answers to a prompt with the same seed."""
 
@@ -83,7 +84,7 @@ class AnswerPair:
         return "same text" if self.base.text == self.smaller.text else "other text"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Written:
     """Written answers of both models: figures, and pairs."""
 
@@ -94,7 +95,7 @@ class Written:
     pairs: tuple[AnswerPair, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Behaviour:
     """Comparison of two models; parts that were not requested are None."""
 

@@ -23,6 +23,7 @@ from compressor.errors import CompressionError, wrap_faults
 from compressor.extras import require
 from compressor.files import json_object
 from compressor.formatting import human_bytes, joined
+from compressor.frozen import frozen
 from compressor.quality_gate.options import GateOptions
 from compressor.quality_gate.statistics import POOLED, conclude, judge
 from compressor.quality_gate.verdict import GateCondition, GateResult
@@ -74,7 +75,7 @@ Answers = Mapping[str, Sequence[AnsweredItem]]  # to one task, by item
 Sides = tuple[list[ItemScores], list[ItemScores]]  # the base's scores by task, and the other's
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class EvalPlusSample:
     """What the tests of EvalPlus say of one answer."""
 
@@ -82,7 +83,7 @@ class EvalPlusSample:
     plus_status: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class InspectSample:
     """The fields of a sample in inspect's log that are read."""
 

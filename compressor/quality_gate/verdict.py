@@ -4,11 +4,12 @@ n items of a task; both models answer each of them, so every test is paired.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal, NamedTuple, Self
 
 from compressor.document.blocks import Table, Tone, Toned, Words
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.quality_gate.domain_divergence import DomainDivergence
 from compressor.records import plain_json, read_as
 
@@ -25,7 +26,7 @@ SIGNS: Mapping[Verdict, tuple[Tone, str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TaskGate:
     """Result of the paired test of one task, or of the pool. A drop is base less compressed, so
     worse is positive.
@@ -82,7 +83,7 @@ class Judgement(NamedTuple):
         return self.tasks if self.pooled is None else (*self.tasks, self.pooled)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class GateCondition:
     """One figure with a limit: its upper bound within the limit passes, its lower bound beyond it
     fails."""
@@ -117,7 +118,7 @@ class GateCondition:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Anomaly:
     """A sign that a model was asked in the wrong form, so that comparing the two shows nothing."""
 
@@ -126,7 +127,7 @@ class Anomaly:
     p: float  # of what was tested; corrected over all tests (Holm)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class GateResult:
     """The result of a gate."""
 

@@ -1,13 +1,14 @@
 """The contract of strategies and exporters, to which every plugin is held."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
 
 from compressor.entry_points import EXPORTERS, STRATEGIES, load, working
 from compressor.errors import CompressionError, reason_of
+from compressor.frozen import frozen
 from compressor.options import NamedOptions, validated
 from compressor.recipe.plan import Json, LayerPlan
 from compressor.statistics.statistics import LayerStatistics, check_needs
@@ -18,7 +19,7 @@ CORRECTIONS = ("none", "ridge", "tune")
 SimilarityFunction = Callable[..., tuple[str, torch.Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Strategy:
     """A loaded plugin: `plan(statistics, keep, protected[, options]) -> LayerPlan`, with its
     needs."""

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from compressor.errors import CompressionError
 from compressor.files import json_object, write_file
+from compressor.frozen import frozen
 from compressor.recipe.plan import (
     KEPT_WHOLE,
     LAYER_FACTS,
@@ -33,7 +34,7 @@ MOST_EXPERTS = 2**12  # of a layer: more than any has
 Decision = ExpertPlan | Json  # on experts, or any other as JSON
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PlannedStep:
     """A step in a plan: its options, decision and result; None before they exist."""
 

@@ -10,7 +10,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -32,6 +32,7 @@ from compressor.divergence.evaluator import FEWEST, Evaluator, Figures, HeldoutP
 from compressor.entry_points import read_option
 from compressor.errors import CompressionError
 from compressor.files import default_folder
+from compressor.frozen import frozen
 from compressor.memory import PeakMemory
 from compressor.model.constant_experts import is_replaced
 from compressor.model.moe_layer import resolve_count
@@ -86,7 +87,7 @@ UNCORRECTED = Correct(method="none")
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Candidate:
     """A strategy with options and corrections, by its name in the table."""
 
@@ -97,7 +98,7 @@ class Candidate:
     seed: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TaskRun:
     """The tasks of a comparison, and the folder with results of earlier runs."""
 
@@ -197,7 +198,7 @@ def candidates_of(grid: Grid) -> list[Candidate]:
     return candidates
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Bench:
     """What every variant of a model is carried out and measured with. The calibration's held-out
     sets come after the evaluation `sets` that rows show."""

@@ -17,6 +17,7 @@ from compressor.checkpoint.source import ModelSource
 from compressor.document.blocks import Table
 from compressor.errors import CompressionError
 from compressor.formatting import counted, human_bytes
+from compressor.frozen import frozen
 from compressor.model.opened import OpenModel, open_model, served_model
 from compressor.model.serving import Served
 from compressor.pipeline.outcome import Outcome, SizeRow, read_outcome, size_rows
@@ -39,7 +40,7 @@ NO_RECORD = "This machine has no record of the run, so its times and memory are 
 Matrix = tuple[tuple[float, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LayerMeasures:
     """Measurements of one MoE layer; None where one was not possible."""
 
@@ -57,7 +58,7 @@ class LayerMeasures:
         return {entry.name: getattr(self, entry.name) for entry in fields(LayerMeasures)}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Speed:
     """Inference of base and output on one machine: medians over alternating repetitions."""
 
@@ -88,7 +89,7 @@ class Speed:
         return Table(caption, ("", "base", "output", "ratio"), rows)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Measured:
     """Measurements of a whole output."""
 

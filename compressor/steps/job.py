@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial as bind
 from operator import attrgetter
 from pathlib import Path
@@ -28,6 +28,7 @@ from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.files import TEMPLATES
 from compressor.formatting import human_bytes
+from compressor.frozen import frozen
 from compressor.model.architecture import build_meta, load_config
 from compressor.model.inspection import stored_with
 from compressor.model.layout import Role
@@ -73,7 +74,7 @@ CARRIED = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class OutputSize:
     """Size of a checkpoint that a step stores in a way of its own, and bytes that wait in the work
     folder meanwhile."""

@@ -5,12 +5,13 @@ card."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, Literal
 
 from compressor.document.blocks import Block, Text, Words
 from compressor.errors import CompressionError
 from compressor.formatting import counted, setting, short
+from compressor.frozen import frozen
 from compressor.recipe.plan import LayerPlan, correction_of
 from compressor.recipe.recipe import make_step
 from compressor.recipe.steps_plan import QUANTIZE, Plan, PlannedStep
@@ -18,7 +19,7 @@ from compressor.recipe.steps_plan import QUANTIZE, Plan, PlannedStep
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Section:
     """What a step says, for all media."""
 

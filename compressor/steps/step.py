@@ -14,6 +14,7 @@ from compressor.data.sources import TextPart
 from compressor.distributed import ranks
 from compressor.divergence.evaluator import Evaluator
 from compressor.divergence.teacher_outputs import Distributions, read_base
+from compressor.frozen import frozen
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.progress import Clock, Progress
@@ -32,7 +33,7 @@ OWN = "own"  # the part of a text that one step alone reads, wherever it lies
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Requirements:
     """The text, memory and disk space that a step needs."""
 
@@ -52,7 +53,7 @@ class Requirements:
         return self.text or self.part is not None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Result:
     """New values of stored tensors, by name, of the checkpoint before a step; figures as JSON.
 

@@ -6,7 +6,7 @@ Runtime is asked; where the model does not fit into memory, the graph's weights 
 their file."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -20,6 +20,7 @@ from compressor.document.blocks import Block, Facts, Heading, Text
 from compressor.errors import CompressionError, reason_of
 from compressor.files import GRAPH, TOOL
 from compressor.formatting import human_bytes
+from compressor.frozen import frozen
 from compressor.memory import give_back
 from compressor.model.architecture import experts_modules
 from compressor.model.loading import PartialModel
@@ -61,7 +62,7 @@ UNRECORDED = {"external_bytes", "stream"}
 OF_FILES = ("folder", "nbytes", "external")  # of the summary, which the record leaves out
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ExportSummary:
     """The graph that was written, and how well it agrees with the stock model."""
 

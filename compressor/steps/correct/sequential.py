@@ -22,6 +22,7 @@ from compressor.devices import as_float64
 from compressor.distributed import ranks
 from compressor.divergence.evaluator import FEWEST, Difference, Evaluator, HeldoutProbe
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.memory import give_back
 from compressor.model.architecture import head_of
 from compressor.model.constant_experts import SUFFIX, Substitutes
@@ -168,7 +169,7 @@ class BaseStream(EarlyBatches):
         self.factor = along / size if along and size else 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LayerWork:
     """The work on every layer of a pass in order: `decide` plans it, seeing the statistics that it
     `needs`.

@@ -31,6 +31,7 @@ from compressor.devices import as_float64
 from compressor.distributed import ranks
 from compressor.divergence.evaluator import Evaluator, Figures
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.model.experts import parameter_names
 from compressor.model.inputs import forward_inputs
 from compressor.model.loading import saved_names, set_tensor
@@ -52,7 +53,7 @@ Masters = dict[str, Tensor]  # by name: a state-dict key, or one of a key's fact
 SCALE = 2.0  # LoRA's alpha / r
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TrainedLayer:
     """State-dict keys of what is trained of the decoder layer `decoder_layer`: `whole`, or through
     LoRA's factors."""

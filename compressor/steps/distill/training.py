@@ -19,6 +19,7 @@ from compressor.data.emphasis import rebalanced
 from compressor.distributed import ranks
 from compressor.divergence.evaluator import Difference, Evaluator, require_enough
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.progress import Progress
 from compressor.records import finite, read_as
 from compressor.steps.distill.engines import (
@@ -50,7 +51,7 @@ NO_BETTER = "no better state came"
 DONE = "all steps were taken"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Evaluation:
     """Figures on held-out text after this number of steps: KL from the base, loss (nats per token)
     and flips."""
@@ -119,7 +120,7 @@ class TrainingState:
         return dict(zip(names, weights.tolist(), strict=True))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Training:
     """Trains the engine's layers, or resumes a killed run; the best state is left in `place`."""
 

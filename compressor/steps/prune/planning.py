@@ -21,6 +21,7 @@ from compressor.divergence.evaluator import HeldoutProbe
 from compressor.entry_points import STATISTICS, load
 from compressor.errors import CompressionError
 from compressor.formatting import ranges
+from compressor.frozen import frozen
 from compressor.model.inputs import Inputs
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.mtp import Head, names_of
@@ -52,7 +53,7 @@ UNREACHED = "experts_without_{}"  # text, or media: the figure of a layer
 Protected = Mapping[str, frozenset[int]]  # experts by the full name of their experts module
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Entry:
     """An entry of a list. Of a model whose experts are split, all parts of the `expert` of the
     source, or one `part`.
@@ -181,7 +182,7 @@ def strongest_that_fit(
     return protected
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PruneSpec:
     """A requested plan, checked as far as that needs no data."""
 
@@ -190,7 +191,7 @@ class PruneSpec:
     heads: tuple[Head, ...] = ()  # multi-token-prediction heads that are planned along
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Planned:
     """A plan, and the seconds that deciding it took."""
 

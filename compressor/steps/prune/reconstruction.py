@@ -6,7 +6,6 @@ drop experts the error is a quadratic form in gate weights, since y' = sum_k w_k
 outputs o. S sampled tokens, K top-k, E experts, H hidden, N slots of the smaller layer."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from compressor.devices import as_float64, float64_device
+from compressor.frozen import frozen
 from compressor.model.experts import apply_expert, routed
 from compressor.model.moe_layer import ExpertTensor
 from compressor.model.streaming import as_arguments, as_call
@@ -192,7 +192,7 @@ def relative_error(stats: LayerStatistics, plan: LayerPlan) -> float:
     return gap / (float(before.square().sum()) or 1.0)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Routed:
     """Tokens routed among kept experts: gate weights [n, K], experts of the source [n, K], errors
     [n] in float64."""

@@ -7,7 +7,7 @@ sampled inputs. One merged expert exists at a time. S sampled tokens, K top-k, E
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from compressor.devices import as_float64
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.model.experts import Parameters, apply_expert, expert_parameters, routed
 from compressor.model.moe_layer import MoeLayer
 from compressor.options import NamedOptions
@@ -237,7 +238,7 @@ def competing(layer: MoeLayer) -> list[list[int]]:
     return [list(range(begin, begin + size)) for begin in range(0, layer.experts, size)]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Block:
     """Experts that compete for the same places: a routing group, or the whole layer."""
 

@@ -9,7 +9,7 @@ What the down projection is multiplied by goes into its scales, which a power of
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from compressor.checkpoint.reader import TensorInfo, modelopt_file
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.model.experts import width_of
 from compressor.model.layout import Role, expert_prefixes
 from compressor.model.moe_layer import MoeLayer
@@ -55,7 +56,7 @@ PACKED = 8  # numbers of 4 bits in one of 32
 FUSED = re.compile(r"\.(gate_up|down)_proj_(blocks|scales|bias)")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Cut:
     """The way in which one expert's stored tensor is divided among its parts."""
 
@@ -94,7 +95,7 @@ class Cut:
         return scaled
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StoredParts:
     """The cuts of every expert's stored tensors of the `whole` model; `block` neighbouring neurons
     stay together."""

@@ -13,7 +13,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import product
 from operator import attrgetter
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.model.architecture import (
     Architecture,
     build_meta,
@@ -42,7 +42,7 @@ ROUNDING = 1e-5  # of the largest output: reordering float32 sums may differ by 
 Fields = dict[str, Any]  # of a config, by dotted path
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SplitShape:
     """The split model that the config alone defines; `fields` are the changed ones by dotted path,
     in order."""
