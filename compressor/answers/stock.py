@@ -118,9 +118,10 @@ class StockModel(Model):
                 f"{self.label} does not fit into memory, which writing answers takes; let a server "
                 "write them (--server), or judge without generating (--text)"
             )
-        queue = []
-        for number, request in enumerate(requests):
-            queue.append(_Question(number, request, tokens_of(request[0], tokenizer, options.chat)))
+        queue = [
+            _Question(number, request, tokens_of(request[0], tokenizer, options.chat))
+            for number, request in enumerate(requests)
+        ]
         queue.sort(key=lambda one: (-len(one.tokens), one.request[0].id, one.request[1]))
         device = pick_device(self.device)
         rows = self.rows or (CPU_ROWS if device.type == "cpu" else GPU_ROWS)

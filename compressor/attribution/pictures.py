@@ -245,16 +245,18 @@ def pictures(
     title = "influence of single experts and heads"
     experts = _heat("experts", title, " ".join(described), attribution, [panels])
 
-    components = []
-    for number, (kind, title) in enumerate(GROUPS.items()):
-        components.append((title, [*pairs(attribution, kind)], _style(number)))
+    components = [
+        (title, [*pairs(attribution, kind)], _style(number))
+        for number, (kind, title) in enumerate(GROUPS.items())
+    ]
     # experts that are no hubs, the strongest hubs by name, and the others
-    named: dict[tuple[str, int | None], str] = {}
-    for number, hub in enumerate(hubs):
-        named[hub.module, hub.expert] = f"hub {hub.label}" if number < HUBS_NAMED else "more hubs"
-    members = dict[str, list[Pair]]()
-    for label in ("no hub", "more hubs", *named.values()):
-        members[label] = []
+    named: dict[tuple[str, int | None], str] = {
+        (hub.module, hub.expert): f"hub {hub.label}" if number < HUBS_NAMED else "more hubs"
+        for number, hub in enumerate(hubs)
+    }
+    members: dict[str, list[Pair]] = {
+        label: [] for label in ("no hub", "more hubs", *named.values())
+    }
     for pair in pairs(attribution, "expert"):
         members[named.get((pair.sender.module, pair.sender.number), "no hub")].append(pair)
     plain = {"marker": ".", "markersize": 3 if len(members["no hub"]) < 2000 else 1.5}

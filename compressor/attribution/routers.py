@@ -269,9 +269,10 @@ class ObservedRouters(TracedPass):
             if len(present) == len(self.layers):
                 bias = torch.stack(present)
                 tried += [Selection(score, bias, mask) for score in (None, *SCORES)]
-        observed = []
-        for batch, logits in self.logits.items():
-            observed.append((logits[:SELECTION_TOKENS], self.chosen[batch][:SELECTION_TOKENS]))
+        observed = [
+            (logits[:SELECTION_TOKENS], self.chosen[batch][:SELECTION_TOKENS])
+            for batch, logits in self.logits.items()
+        ]
         groups = [layer.routing_groups for layer in self.layers]
         self.selection = find_selection(tried, observed, self.valid, groups)
         for batch, logits in self.logits.items():

@@ -56,9 +56,10 @@ def answering_cost(
 
     It is the median in time of three runs, after one that is not counted.
     """
-    prompts = []
-    for _, rows in with_rows(items[:batch_size], model, tokenizer):
-        prompts.append(rows[0].tokens[: rows[0].start])
+    prompts = [
+        rows[0].tokens[: rows[0].start]
+        for _, rows in with_rows(items[:batch_size], model, tokenizer)
+    ]
     pad = pad_token(tokenizer)
     token_ids, mask = padded(prompts, pad, side="left")
     model.eval()

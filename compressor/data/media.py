@@ -281,8 +281,9 @@ def _cut(processor: Any, inputs: dict[str, Any], length: int, where: str) -> Inp
             f"sequence's {length}; raise "
             "--sequence-length, or give smaller pictures"
         )
-    more = {}
-    for name, value in inputs.items():
-        if isinstance(value, Tensor):
-            more[name] = value[:, :length] if value.shape == shape else value
+    more = {
+        name: value[:, :length] if value.shape == shape else value
+        for name, value in inputs.items()
+        if isinstance(value, Tensor)
+    }
     return Inputs.of(ids[:, :length].contiguous(), media[:, :length], more)

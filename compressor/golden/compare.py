@@ -111,12 +111,14 @@ def is_even(distances: Sequence[float], limits: Sequence[float]) -> bool:
 
 def compare(golden: GoldenAnswers, answered: Answered) -> Verdict:
     """Return the verdict on answers, by the narrowest band that holds them."""
-    distances = dict[int, float]()  # by number of the answer
-    for number, (first, second) in enumerate(
-        zip(answered.golden or golden.top, answered.top, strict=True)
-    ):
-        if first is not None and second is not None:
-            distances[number] = first.distance(second)
+    # by number of the answer
+    distances = {
+        number: first.distance(second)
+        for number, (first, second) in enumerate(
+            zip(answered.golden or golden.top, answered.top, strict=True)
+        )
+        if first is not None and second is not None
+    }
     decoded = golden.decoded & distances.keys()
     finite = {number: distance for number, distance in distances.items() if isfinite(distance)}
     asked = answered.asked or len(golden.top)

@@ -122,10 +122,11 @@ def verify_folder(folder: Path) -> VerifiedFolder:
             prefixes[f"{place}/{name}"] = nbytes
     # what lies openly in the folder and is not taken, sub-folders with a slash
     known = {name.split("/")[0] for name in files}
-    left_out = []
-    for path in sorted(folder.iterdir()):
-        if path.name not in known and not path.name.startswith("."):
-            left_out.append(f"{path.name}/" if path.is_dir() else path.name)
+    left_out = [
+        f"{path.name}/" if path.is_dir() else path.name
+        for path in sorted(folder.iterdir())
+        if path.name not in known and not path.name.startswith(".")
+    ]
     return VerifiedFolder(folder, export_name, files, tuple(left_out), weights, prefixes)
 
 

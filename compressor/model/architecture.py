@@ -300,10 +300,10 @@ def experts_modules(model: Any) -> Iterator[tuple[str, Any]]:
 def decoder_layers(model: nn.Module) -> tuple[str, ...]:
     """Return the names of all children of every outermost ModuleList that holds experts modules, in
     model order."""
-    lists = {}  # in model order, parents first
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList):
-            lists[name] = module
+    # in model order, parents first
+    lists = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
+    }
     outermost = {}
     for name, _ in experts_modules(model):
         above = next((outer for outer in lists if name.startswith(f"{outer}.")), None)

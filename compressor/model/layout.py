@@ -86,9 +86,7 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
     checkpoint."""
     quantized = bool(checkpoint.quantization)
     keys = partial.plain_keys
-    placed = {}
-    for name, target in keys.targets.items():
-        placed[name] = (target, keys.patterns[name], "")
+    placed = {name: (target, keys.patterns[name], "") for name, target in keys.targets.items()}
     # a weight's scales go beside it; possible weights: x.up_scale -> x.weight, x.up
     weights = {}
     for name in keys.unknown if quantized else ():

@@ -333,9 +333,10 @@ class PartialModel:
         # names of scales of one for experts' weights that have none, beside experts that do: the
         # loader takes the scales of a layer in their order, so each weight needs one
         self._unit_scales = dict[str, str]()
-        stored = set()
-        for name, target in self.keys.targets.items():
-            stored.add((target, self.keys.patterns[name], name.rpartition(".")[0]))
+        stored = {
+            (target, self.keys.patterns[name], name.rpartition(".")[0])
+            for name, target in self.keys.targets.items()
+        }
         scaled = {(target, pattern) for target, pattern, _ in stored}
         for target, pattern, module in sorted(stored, key=str):
             for suffix in ("_scale", "_scale_inv"):

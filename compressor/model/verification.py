@@ -149,10 +149,11 @@ def _load_on_meta(
 ) -> Any:
     """Load meta tensors of the names, shapes and dtypes of all stored ones that are not `known`;
     return the report."""
-    state = {}
-    for name, info in checkpoint.tensors.items():
-        if name not in known:
-            state[name] = torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype], device="meta")
+    state = {
+        name: torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype], device="meta")
+        for name, info in checkpoint.tensors.items()
+        if name not in known
+    }
     conversions = get_model_conversion_mapping(model, None, quantizer)
     for conversion in conversions:
         if getattr(conversion, "force_cpu", False):

@@ -141,9 +141,10 @@ class PathwayModel:
             positions += [first + position for position in in_row]
         moved = torch.tensor(positions, device=self.opened.partial.device)
         last = rows[0].start - 1
-        pathway = []
-        for call, score in zip(router_logits, self.scores, strict=True):
-            pathway.append(weights_of(call[last], score).cpu())
+        pathway = [
+            weights_of(call[last], score).cpu()
+            for call, score in zip(router_logits, self.scores, strict=True)
+        ]
         work = len(decoder_layers) * tokens.numel()
         self.work += work
         plain = PlainForward(

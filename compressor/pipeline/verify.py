@@ -282,10 +282,11 @@ class _Comparison:
         dtypes = {output.name: TORCH_DTYPES[output.dtype] for output in packed.outputs}
         wanted = {output.name: TORCH_DTYPES[output.dtype] for output in job.outputs}
         for decoder_layer in self.unmatched:
-            values = {}
-            for name, pieces in packed.produce(decoder_layer):
-                if name not in self.compared:
-                    values[name] = _joined(pieces, dtypes[name])
+            values = {
+                name: _joined(pieces, dtypes[name])
+                for name, pieces in packed.produce(decoder_layer)
+                if name not in self.compared
+            }
             for name, pieces in job.produce(decoder_layer):
                 if name in values:
                     self._record(

@@ -147,9 +147,10 @@ def compare_answers(
                 before = str(tokenizer.decode(tokens_of(prompt, tokenizer, options.chat)))
             endings[-1].append(ending_of(answer, prompt, markers, tokenizer, before))
     ending_pairs = list(zip(*endings, strict=True))
-    pairs = []
-    for (prompt, seed), *both in zip(prompts.requests, base, smaller, *endings, strict=True):
-        pairs.append(AnswerPair(prompt, seed, *both))
+    pairs = [
+        AnswerPair(prompt, seed, *both)
+        for (prompt, seed), *both in zip(prompts.requests, base, smaller, *endings, strict=True)
+    ]
     asked = options.facts("max_new_tokens", "temperature", "top_p", "seed", "chat")
     domains = [pair.prompt.domain for pair in pairs]
     written = Written(

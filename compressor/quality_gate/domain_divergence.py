@@ -148,19 +148,18 @@ def divergence_blocks(divergence: DomainDivergence, title: str) -> list[Block]:
     """Return the degraded domains, a table of all domains, and a table for each set of stop
     tokens."""
     degraded = {domain.domain for domain in divergence.degraded}
-    rows = []
-    for row in divergence.rows:
-        rows.append(
-            (
-                Strong(row.domain) if row.domain in degraded else row.domain,
-                f"{row.sequences:,}",
-                f"{row.tokens:,}",
-                f"{row.loss.base:.4f} → {row.loss.compressed:.4f}",
-                _change(row.loss),
-                _change(row.kl, sign=""),
-                _change(row.flips, 100, "", "%"),
-            )
+    rows = [
+        (
+            Strong(row.domain) if row.domain in degraded else row.domain,
+            f"{row.sequences:,}",
+            f"{row.tokens:,}",
+            f"{row.loss.base:.4f} → {row.loss.compressed:.4f}",
+            _change(row.loss),
+            _change(row.kl, sign=""),
+            _change(row.flips, 100, "", "%"),
         )
+        for row in divergence.rows
+    ]
     ruled = {len(divergence.domains) - 1}
     columns = ("domain", "sequences", "tokens", "loss", "rise of the loss", "KL", "flips")
     if divergence.together is not None:

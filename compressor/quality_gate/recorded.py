@@ -157,10 +157,11 @@ def gate_results(
     judgement = judge(*pairs, options)
     conditions = []
     if any(lacking):
-        named = []
-        for side, names in zip(("base", "compressed model"), lacking, strict=True):
-            if names:
-                named.append(f"of the {side} {_listed(names)}")
+        named = [
+            f"of the {side} {_listed(names)}"
+            for side, names in zip(("base", "compressed model"), lacking, strict=True)
+            if names
+        ]
         advice = f"these items lack an answer: {joined(named)}; have them answered"
         compared = [(row.task, row.metric, row.items, row.drop) for row in judgement.rows]
         for row in judge(*worst, options).rows:
@@ -389,9 +390,10 @@ class Results:
                 f"{file} has {len(rows):,} of {count:,} items with the filter {chosen_filter}; "
                 "copy it again if it was cut, or name another --metric"
             )
-        aggregations = {}
-        for entry in config.get("metric_list") or ():
-            aggregations[str(entry["metric"])] = str(entry.get("aggregation"))
+        aggregations = {
+            str(entry["metric"]): str(entry.get("aggregation"))
+            for entry in config.get("metric_list") or ()
+        }
         # old samples do not list their metrics
         recorded = rows[0].get("metrics") or [field for field in rows[0] if field != "doc_id"]
         metrics = [name] if name else [*aggregations, *recorded]

@@ -160,10 +160,11 @@ def verdict_line(result: GateResult) -> str:
 def advice(result: GateResult) -> list[str]:
     """Return a sentence on each inconclusive row or condition that decides: the items that it would
     take."""
-    sentences = []
-    for task in result.rows:
-        if task.decides and task.verdict == "inconclusive":
-            sentences.append(f"{task.task}: {advise(task, result.confidence)}.")
+    sentences = [
+        f"{task.task}: {advise(task, result.confidence)}."
+        for task in result.rows
+        if task.decides and task.verdict == "inconclusive"
+    ]
     needs_items = bool(sentences)
     for condition in result.conditions:
         if condition.verdict == "inconclusive" and condition.advice:
@@ -240,9 +241,9 @@ def gate_blocks(result: GateResult) -> list[Block]:
     sentences += [*advice(result), *result.notes, *asked_sentences(result.asked)]
     if sentences:
         blocks.append(Items(sentences))
-    rows = list[tuple[Words, ...]]()
-    for row in result.rows:
-        rows.append((*cells(row), Toned(row.verdict, *SIGNS[row.verdict])))
+    rows: list[tuple[Words, ...]] = [
+        (*cells(row), Toned(row.verdict, *SIGNS[row.verdict])) for row in result.rows
+    ]
     if rows or not result.conditions:
         caption = (
             f"{result.compressed} compared with {result.base}, bounds one-sided, each with "

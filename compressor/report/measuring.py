@@ -357,9 +357,10 @@ def measure_layers(
     text = Calibration(
         tuple(batches), {}, sample_tokens=compared_tokens(first.architecture.experts)
     )
-    after = []
-    for stats in collect(output, VISITS, text, progress, seed):
-        after.append(LayerMeasures(stats.layer.name, visits_after=shares(stats.routed_count)))
+    after = [
+        LayerMeasures(stats.layer.name, visits_after=shares(stats.routed_count))
+        for stats in collect(output, VISITS, text, progress, seed)
+    ]
     if base is None:
         yield from after
         return

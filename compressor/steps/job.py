@@ -90,10 +90,11 @@ def carried_files(folder: Path) -> dict[str, bytes | Path]:
     None is hidden, and no config names code, which stays behind. Raises `CompressionError` naming a
     file that is a link out of the folder."""
     refuse_links(folder)
-    files: dict[str, bytes | Path] = {}
-    for path in sorted(folder.glob("[!.]*")):
-        if path.is_file() and CARRIED.fullmatch(path.name):
-            files[path.name] = path
+    files: dict[str, bytes | Path] = {
+        path.name: path
+        for path in sorted(folder.glob("[!.]*"))
+        if path.is_file() and CARRIED.fullmatch(path.name)
+    }
     for path in naming_code(folder):
         if path.name in files:
             files[path.name] = json_bytes(without_code(read_object(path)))
@@ -213,10 +214,11 @@ def own_outputs(
     parts = model.architecture.layers[0].parts
     is_quantized = model.layout.quantized
     tensors = model.checkpoint.tensors
-    whole = {}
-    for name, role in roles.items():
-        if tensors[name].is_plain and (role.kind == "plain" or (parts == 1 and not is_quantized)):
-            whole[name] = role
+    whole = {
+        name: role
+        for name, role in roles.items()
+        if tensors[name].is_plain and (role.kind == "plain" or (parts == 1 and not is_quantized))
+    }
     outputs = plan_outputs(model.checkpoint, whole, plan, model.architecture.decoder_layers)
     for name, role, _, stored in (
         expert_slots(roles, plan.by_module, parts) if parts > 1 and not is_quantized else ()
@@ -253,9 +255,10 @@ def _cut_head(
     def renamed(decoder_layer: str) -> Named:
         return ((name_of(name), content) for name, content in produce(inner))
 
-    renames: dict[str, str | None] = {}
-    for old, new in expert_renames(small.architecture, small.layout, alone).items():
-        renames[name_of(old)] = None if new is None else name_of(new)
+    renames: dict[str, str | None] = {
+        name_of(old): None if new is None else name_of(new)
+        for old, new in expert_renames(small.architecture, small.layout, alone).items()
+    }
     return outputs, renamed, renames
 
 

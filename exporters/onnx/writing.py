@@ -337,8 +337,9 @@ def _sizes(folder: Path) -> dict[str, Any]:
 def plain_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """A config, and the configs inside it, without how weights are quantised: the graph's are
     not."""
-    config = {}
-    for name, value in raw.items():
-        if name != "quantization_config":
-            config[name] = plain_config(value) if isinstance(value, dict) else value
+    config = {
+        name: plain_config(value) if isinstance(value, dict) else value
+        for name, value in raw.items()
+        if name != "quantization_config"
+    }
     return config

@@ -278,9 +278,10 @@ class _Search:
         costs = self.costs(divisions, "measure curves", few)
         for (position, number), figures in zip(changes, costs, strict=True):
             measured[position][number] = figures.means["kl"]
-        curves = []
-        for layer, order, costs_of_layer in zip(layers, self.orders, measured, strict=True):
-            curves.append(curve(self.constants[layer.name].missed[order].tolist(), costs_of_layer))
+        curves = [
+            curve(self.constants[layer.name].missed[order].tolist(), costs_of_layer)
+            for layer, order, costs_of_layer in zip(layers, self.orders, measured, strict=True)
+        ]
         return curves
 
     def moved(self, step: int) -> list[list[int]]:

@@ -132,10 +132,11 @@ class SmallerRouter:
             # only the rows that integers among the arguments may name are remapped, as tables may
             # be long; all where none are whole numbers
             named = torch.arange(len(table), device=table.device)
-            numbers = []
-            for _, value in arguments:
-                if isinstance(value, Tensor) and value.dtype == torch.long:
-                    numbers.append(value.flatten())
+            numbers = [
+                value.flatten()
+                for _, value in arguments
+                if isinstance(value, Tensor) and value.dtype == torch.long
+            ]
             if numbers:
                 unique = torch.cat(numbers).unique()
                 named = unique[unique < len(table)]

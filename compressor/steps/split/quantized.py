@@ -191,9 +191,11 @@ def stored_parts(whole: OpenModel, factors: Factors) -> StoredParts:
     if math.frexp(factors.output)[0] != 0.5:
         raise CompressionError(f"scales times {factors.output:g} are rounded")
     for layer in whole.architecture.layers:
-        renames = {}  # of single experts, which become several
-        for expert, old in expert_prefixes(whole.layout, layer).items():
-            renames[old] = f"{old.rpartition('.')[0]}.{expert * factors.parts + 1}"
+        # of single experts, which become several
+        renames = {
+            old: f"{old.rpartition('.')[0]}.{expert * factors.parts + 1}"
+            for expert, old in expert_prefixes(whole.layout, layer).items()
+        }
         if renumbered_quantization(configs, renames) != configs:
             raise CompressionError("its quantization_config speaks of single experts")
     suffixes = dict[str, set[str]]()  # of what is stored beside a weight

@@ -112,10 +112,11 @@ def _candidates(
 ) -> list[tuple[str, Any]]:
     """The fields that hold one of these numbers, and what they hold: the first by this `order`,
     then by depth."""
-    named = []
-    for path, value in config_numbers(config):
-        if not {*values}.isdisjoint(value if isinstance(value, list) else [value]):
-            named.append((path, value))
+    named = [
+        (path, value)
+        for path, value in config_numbers(config)
+        if not {*values}.isdisjoint(value if isinstance(value, list) else [value])
+    ]
     return sorted(named, key=lambda entry: (order(entry[0]), entry[0].count("."), entry[0]))
 
 

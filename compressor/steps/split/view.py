@@ -217,15 +217,16 @@ def partitioned(
     parts = model.architecture.layers[0].parts
     block = model.stored_parts.block if model.stored_parts else 1
     needs = WEIGHTS if text is None else WEIGHTS | {"squared_neuron_sum"}
-    orders = {}
 
     def order(stats: LayerStatistics) -> Tensor:
         return order_of(neuron_energies(stats), parts, block)
 
-    for stats in collect(
-        whole, needs, None if text is None else text.without_heldout(), progress, seed
-    ):
-        orders[stats.layer.name] = ranks().broadcast(partial(order, stats))
+    orders = {
+        stats.layer.name: ranks().broadcast(partial(order, stats))
+        for stats in collect(
+            whole, needs, None if text is None else text.without_heldout(), progress, seed
+        )
+    }
     facts = {"calibration": None if text is None else text.identity}
     return with_neuron_order(model, orders, facts)
 
