@@ -253,8 +253,7 @@ def _joined(group: Ranks) -> Any:
     except (RuntimeError, ValueError, KeyError) as error:
         raise CompressionError(
             f"the {group.size} ranks did not come together ({reason_of(error, 160)}); start them "
-            "with torchrun, and "
-            "see that MASTER_ADDR can be reached"
+            "with torchrun, and see that MASTER_ADDR can be reached"
         ) from error
     return store
 

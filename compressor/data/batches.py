@@ -145,14 +145,12 @@ class TextSpec:
         if self.samples < (0 if self.parts else 1) or self.sequence_length < 2:
             raise CompressionError(
                 f"--samples {self.samples} and --sequence-length {self.sequence_length} leave "
-                "nothing to run; give at "
-                "least 1 and 2"
+                "nothing to run; give at least 1 and 2"
             )
         if 0 < self.samples < least or 0 < self.reserve < least:
             raise CompressionError(
                 f"{self.samples} samples and {self.reserve} reserved sequences are too few for "
-                f"{least} calibration "
-                "sources; give one of each for every source"
+                f"{least} calibration sources; give one of each for every source"
             )
 
     def heaviest(self) -> "TextSpec":

@@ -288,8 +288,7 @@ def require_template(tokenizer: Any, what: str) -> None:
     if not has_chat_template(tokenizer):
         raise CompressionError(
             f"{what}, but the model's tokenizer has no chat template; name a column of text, or "
-            "put the template of "
-            "the instruct version beside the tokenizer"
+            "put the template of the instruct version beside the tokenizer"
         )
 
 

@@ -278,8 +278,7 @@ def _cut(processor: Any, inputs: dict[str, Any], length: int, where: str) -> Inp
         needed = int(media[0].nonzero().max()) + 1
         raise ItemError(
             f"{where} takes {needed} tokens up to the end of its last picture, more than a "
-            f"sequence's {length}; raise "
-            "--sequence-length, or give smaller pictures"
+            f"sequence's {length}; raise --sequence-length, or give smaller pictures"
         )
     more = {
         name: value[:, :length] if value.shape == shape else value

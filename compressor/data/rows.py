@@ -245,7 +245,6 @@ def _data_set_rows(address: SourceSpec, seed: int, purpose: str) -> Iterator[Row
     except Exception as error:  # data sets raise anything
         raise CompressionError(
             f"{purpose} data {str(address)!r} is no file, and cannot be read as a data set "
-            f"({reason_of(error)}); "
-            f"pass --{purpose} with a text or JSONL file, ID:CONFIGURATION@SPLIT of a data set, "
-            "or 'demo'"
+            f"({reason_of(error)}); pass --{purpose} with a text or JSONL file, "
+            "ID:CONFIGURATION@SPLIT of a data set, or 'demo'"
         ) from error

@@ -62,15 +62,13 @@ def check_base(smaller: OpenModel, base: OpenModel) -> None:
     if smaller.vocabulary != base.vocabulary:
         raise CompressionError(
             f"{base.source.label} knows {base.vocabulary} tokens, {smaller.source.label} "
-            f"{smaller.vocabulary}; "
-            "name the model that the checkpoint was made of"
+            f"{smaller.vocabulary}; name the model that the checkpoint was made of"
         )
     smaller_tokenizer = load_tokenizer(smaller.source.folder)
     if smaller_tokenizer.get_vocab() != load_tokenizer(base.source.folder).get_vocab():
         raise CompressionError(
             f"{base.source.label} and {smaller.source.label} have different tokenizers; name the "
-            "model that the "
-            "checkpoint was made of"
+            "model that the checkpoint was made of"
         )
 
 

@@ -394,9 +394,8 @@ class PartialModel:
                 )
         if not targets:
             raise CompressionError(
-                f"no tensor of {folder} fills {kind}, for it has "
-                f"{next(iter(stored), None)!r} where the model has {min(missing)!r}; name a "
-                "checkpoint as transformers writes it"
+                f"no tensor of {folder} fills {kind}, for it has {next(iter(stored), None)!r} "
+                f"where the model has {min(missing)!r}; name a checkpoint as transformers writes it"
             )
 
     @property

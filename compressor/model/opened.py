@@ -185,9 +185,8 @@ def open_checkpoint(
     missing = opened.partial.missing
     if missing:  # which stock transformers would draw at random
         raise CompressionError(
-            f"{source.folder} lacks {len(missing)} tensors that "
-            f"{opened.architecture.model_class} needs, such as {missing[0]!r}; download or save it "
-            "again"
+            f"{source.folder} lacks {len(missing)} tensors that {opened.architecture.model_class} "
+            f"needs, such as {missing[0]!r}; download or save it again"
         )
     return opened
 

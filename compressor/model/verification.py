@@ -57,10 +57,9 @@ def check_carried(folder: Path, original: Path | None = None) -> None:
             if cause is not None and not isinstance(cause, ImportError):
                 raise CompressionError(
                     f"{path} names code of its own for the {kind.removeprefix('Auto').lower()} "
-                    f"({code}), which is "
-                    "neither run nor carried, and stock transformers loads none without it "
-                    f"({reason_of(cause)}); save it there in a stock form, such as a "
-                    "tokenizer.json, or move its files away and to the output"
+                    f"({code}), which is neither run nor carried, and stock transformers loads "
+                    f"none without it ({reason_of(cause)}); save it there in a stock form, such as "
+                    "a tokenizer.json, or move its files away and to the output"
                 )
     if original is None:
         return

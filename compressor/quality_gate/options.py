@@ -185,9 +185,8 @@ class GateOptions(BehaviourOptions, TaskOptions):
         super().check()
         if self.baseline is not None and (self.prompts or self.reads):
             raise CompressionError(
-                "--baseline has the base's answers to tasks alone; leave out --prompts, --text "
-                "and --answers, or name "
-                "the base instead"
+                "--baseline has the base's answers to tasks alone; leave out --prompts, --text and "
+                "--answers, or name the base instead"
             )
         names = ("max_loop_rise", "max_missed_rise", "max_length_change")
         given = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]

@@ -46,9 +46,8 @@ def options_of_list(path: Path, flags: Json) -> dict[str, Any]:
     fewest, *others = sorted({len(experts) for experts in order.values()})
     if others:
         raise CompressionError(
-            f"{path} keeps {fewest} to {others[-1]} experts in a layer, and a stock checkpoint "
-            "has one number for all; "
-            "pass --experts N, or let the step constants choose (--format mone)"
+            f"{path} keeps {fewest} to {others[-1]} experts in a layer, and a stock checkpoint has "
+            "one number for all; pass --experts N, or let the step constants choose (--format mone)"
         )
     return {**options, "prune.experts": fewest}
 

@@ -44,8 +44,7 @@ class Strategy:
         if sources == "worst" and self.score is None:
             raise CompressionError(
                 f"strategy {self.name!r} keeps experts by no score, so balance=worst does not go "
-                "with it; choose one "
-                "that ranks experts, such as energy, or leave out balance"
+                "with it; choose one that ranks experts, such as energy, or leave out balance"
             )
         return replace(self, balances=sources == "worst")
 

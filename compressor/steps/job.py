@@ -283,8 +283,7 @@ def _verify(model: OpenModel, experts: int, names: list[str], folder: Path) -> N
     if missing or any(head.layer.experts != experts for head in heads):
         raise CompressionError(
             "the written multi-token-prediction heads lack "
-            f"{', '.join(sorted(missing)) or 'the planned experts'}; "
-            "please report this model"
+            f"{', '.join(sorted(missing)) or 'the planned experts'}; please report this model"
         )
 
 

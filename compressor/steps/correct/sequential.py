@@ -161,8 +161,7 @@ class BaseStream(EarlyBatches):
         if unknown and self.toward is not None:
             raise CompressionError(
                 f"{layer.name}: its experts' output is changed before it joins the hidden states, "
-                "so the target for "
-                "those is unknown; leave out correct.toward"
+                "so the target for those is unknown; leave out correct.toward"
             )
         share = TOWARD if self.toward is None else self.toward
         self.share = 0.0 if unknown else share

@@ -220,8 +220,7 @@ def _plain_dtype(model: OpenModel, key: str, name: str, value: Tensor) -> torch.
     if model.layout.quantized:
         raise CompressionError(
             f"tensor {name!r} is stored quantised, so nothing can be trained into it; distill the "
-            "model before it is "
-            "quantised, or train what is not, as the option train: router does"
+            "model before it is quantised, or train what is not, as the option train: router does"
         )
     raise _unknown_storage(key)
 
@@ -229,8 +228,7 @@ def _plain_dtype(model: OpenModel, key: str, name: str, value: Tensor) -> torch.
 def _unknown_storage(key: str) -> CompressionError:
     return CompressionError(
         f"{key} is not stored as transformers would write it, so it cannot be written back; load "
-        "the checkpoint with "
-        "transformers and save it anew"
+        "the checkpoint with transformers and save it anew"
     )
 
 

@@ -106,9 +106,8 @@ def training_text(
             fit += [(number, row) for row in range(len(batch))]
     if len(fit) < options.sequences:
         raise CompressionError(
-            f"the text gives {len(fit)} sequences of {options.sequence_length} tokens to train "
-            "on, and a step takes "
-            f"{options.sequences}; give more text, or lower tokens_per_step"
+            f"the text gives {len(fit)} sequences of {options.sequence_length} tokens to train on, "
+            f"and a step takes {options.sequences}; give more text, or lower tokens_per_step"
         )
     rows = min(BATCH, options.sequences, rows_at_once(options.sequence_length, model.vocabulary))
     weighed = [

@@ -82,8 +82,7 @@ def _entries(protect: str | Path | Sequence[Mapping[str, Any]] | None) -> list[E
         if not path.is_file():
             raise CompressionError(
                 f"--protect {path} is neither 'auto' nor a file; write auto or graph:N, or name a "
-                "JSON list of experts "
-                "such as the hubs.json of moe-compress attribute"
+                "JSON list of experts such as the hubs.json of moe-compress attribute"
             )
         where = str(path)
         content = read_json(path, "mend it")
@@ -176,8 +175,7 @@ def strongest_that_fit(
     if gone:
         logger.warning(
             f"{gone} of {len(experts)} experts of --protect {protect} do not fit where {keep} are "
-            "kept in every layer, "
-            "so the weakest are not protected"
+            "kept in every layer, so the weakest are not protected"
         )
     return protected
 
@@ -340,8 +338,7 @@ class Planner:
             unreached = sum(layer.figures.get(UNREACHED.format("text"), 0) for layer in ordered)
             logger.warning(
                 "%s sees pictures or sound, and is calibrated on text alone, which never reached "
-                "%d of its %d experts "
-                "(%.1f %%); add a source with pictures to --calibration",
+                "%d of its %d experts (%.1f %%); add a source with pictures to --calibration",
                 model.source.label,
                 unreached,
                 experts,
@@ -384,8 +381,7 @@ def _layer_plan(
     if changed:
         raise CompressionError(
             f"{plan.module}: strategy {spec.strategy.name!r} does not keep protected expert "
-            f"{changed[0]} as it is; "
-            "choose another strategy or leave out --protect"
+            f"{changed[0]} as it is; choose another strategy or leave out --protect"
         )
     return plan
 

@@ -259,8 +259,7 @@ def blocks_of(layer: MoeLayer, keep: int, protected: frozenset[int]) -> list[Blo
             where = f" of experts {experts[0]} to {experts[-1]}" if layer.routing_groups > 1 else ""
             raise CompressionError(
                 f"{layer.name}: {len(fixed)} protected experts do not fit into the {capacity} "
-                f"places{where} when "
-                f"{keep} are kept; protect fewer or keep more"
+                f"places{where} when {keep} are kept; protect fewer or keep more"
             )
         blocks.append(Block(fixed, free, capacity - len(fixed)))
     return blocks

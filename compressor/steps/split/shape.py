@@ -139,8 +139,7 @@ def top_k_fields(
                 return fields, seen
     raise CompressionError(
         f"{architecture.family}: no field of the config sets how many experts a token is routed "
-        "to, so that cannot be "
-        "changed"
+        "to, so that cannot be changed"
     )
 
 
