@@ -190,7 +190,7 @@ def stream_text(tokenizer: Any, before: Sequence[int], tokens: Iterable[int]) ->
     yield decode()[shown:]
 
 
-@dataclass(slots=True)
+@dataclass
 class Continuation:
     """A prompt being continued: iterating gives pieces of text, and fills in the rest."""
 

@@ -56,7 +56,7 @@ HEADROOM = 2**30  # bytes beside the weights: what lm-eval and a batch's logits 
 READ_WHOLE = (".json", ".jinja", ".model", ".txt")
 
 
-@dataclass(slots=True)
+@dataclass
 class StockModel(Model):
     """A checkpoint that stock transformers holds in memory."""
 

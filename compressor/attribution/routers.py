@@ -146,7 +146,7 @@ def refuse(model: OpenModel, decoder_layer: str, why: str) -> CompressionError:
     )
 
 
-@dataclass(slots=True)
+@dataclass
 class ObservedRouters(TracedPass):
     """Every router's logits, choices and view of the stream, and every layer's map of the stream.
 

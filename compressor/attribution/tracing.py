@@ -63,7 +63,7 @@ class Term(NamedTuple):
 Terms = tuple[Term, ...]
 
 
-@dataclass(slots=True)
+@dataclass
 class Context:
     """The state that all traced tensors of one run of a layer share."""
 
@@ -315,7 +315,7 @@ class Heads:
     bias: Tensor | None = None
 
 
-@dataclass(slots=True)
+@dataclass
 class LayerTrace:
     """One batch's pass through a decoder layer. Leaves are named by module; the input's is
     `STREAM`."""

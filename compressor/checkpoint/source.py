@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from huggingface_hub import HfApi, errors, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.hf_api import RepoFile
@@ -242,6 +242,11 @@ class ModelSource:
     revision: str | None  # the commit for a Hub id; None for a folder
     folder: Path
 
+    @classmethod
+    def of(cls, folder: Path) -> Self:
+        """A model in a folder."""
+        return cls(str(folder), None, folder)
+
     @property
     def label(self) -> str:
         """The name without the machine's folders, and without an access token that it may hold."""
@@ -274,7 +279,7 @@ def locate(
             raise CompressionError(f"{model} is not a folder; {NAME_ONE}")
         folder = Path(model).resolve()
         refuse_links(folder)
-        return ModelSource(str(folder), None, folder)
+        return ModelSource.of(folder)
     repository = find_repository(model, revision)
     if isinstance(repository, Path):
         return ModelSource(model, repository.name, repository)

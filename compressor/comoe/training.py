@@ -7,7 +7,7 @@ import math
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -162,11 +162,11 @@ class ComoeTrainer(Trainer):
         self.model.load_state_dict(load_file(Path(resume_from_checkpoint) / TENSORS), strict=False)
 
 
+@dataclass
 class Reporting(TrainerCallback):
     """Reports each step to a listener, and has the last one logged."""
 
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
+    progress: Progress
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self.progress.start("Training", state.max_steps)

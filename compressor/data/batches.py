@@ -193,7 +193,7 @@ class TextBatches:
     part_sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
+@dataclass
 class _SourceText:
     """A source cut into sequences; `rest` [T] are the tokens after the calibration's and the
     reserved sequences."""

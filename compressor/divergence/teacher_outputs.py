@@ -25,7 +25,7 @@ from compressor.divergence.logits import LogitReader, require_head
 from compressor.errors import CompressionError
 from compressor.frozen import frozen
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import LayerVisitor, Pass, allocate, hidden_of
+from compressor.model.streaming import TINY, LayerVisitor, Pass, allocate, hidden_of
 from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import Progress
 from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
@@ -203,4 +203,4 @@ def top_divergence(base: Distributions, logits: Tensor) -> Tensor:
 def _log_rest(logs: Tensor) -> Tensor:
     """Return the log of what these log probabilities [..., K] leave of 1."""
     rest = 1 - logs.exp().sum(-1)
-    return rest.clamp_min(torch.finfo(torch.float32).tiny).log().clamp_min(LEAST)
+    return rest.clamp_min(TINY).log().clamp_min(LEAST)

@@ -95,7 +95,7 @@ def find_cause(
         if cause is not None or faulty.source.folder.samefile(reference):
             return cause
     try:
-        model = open_exactly(ModelSource(str(reference), None, reference), device)
+        model = open_exactly(ModelSource.of(reference), device)
     except CompressionError:  # there is no model
         return None
     constants = constants_of(model)

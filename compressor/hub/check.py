@@ -98,7 +98,7 @@ def verify_folder(folder: Path) -> VerifiedFolder:
             heads = expert_plan.mtp == "keep" or not expert_plan.layers
         # constants are all there, and the rest is a whole model
         if declared(read_object(folder / "config.json")):
-            model = open_substituted(ModelSource(str(folder), None, folder), device="cpu")
+            model = open_substituted(ModelSource.of(folder), device="cpu")
             assert isinstance(model.checkpoint, SubstitutedCheckpoint)
             model.checkpoint.substitutes(model.architecture.layers, model.partial.dtype, "cpu")
             checked: Checkpoint = model.checkpoint
@@ -164,7 +164,7 @@ def require_pass(verified: VerifiedFolder, path: Path) -> GateResult:
             f"{verified.folder}; run moe-compress gate on the folder"
         )
     folder = verified.folder
-    now = identity(ModelSource(str(folder), None, folder), digests="digests" in judged)
+    now = identity(ModelSource.of(folder), digests="digests" in judged)
     by_file = []
     for facts in (judged, now):
         # weights with a digest may have another time of change

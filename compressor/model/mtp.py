@@ -387,7 +387,7 @@ class _Rows(nn.Module):
         return self.table["rows"][numbers]
 
 
-@dataclass(slots=True)
+@dataclass
 class MtpStage(LayerVisitor):
     """A model or one of its heads that text runs through; each head gets the last hidden states of
     the stage before it.

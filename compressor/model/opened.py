@@ -293,7 +293,7 @@ def load_whole(folder: Path, kind: Any = AutoModelForCausalLM, **settings: Any) 
     if Checkpoint(folder).quantization:
         dtype = str(settings.get("dtype", "auto")).removeprefix("torch.")
         device = str(settings.get("device_map", {"": "cpu"})[""])
-        partial = open_model(ModelSource(str(folder), None, folder), dtype, device).partial
+        partial = open_model(ModelSource.of(folder), dtype, device).partial
         partial.load(partial.empty)
         with suppress(OSError):
             partial.model.generation_config = GenerationConfig.from_pretrained(str(folder))

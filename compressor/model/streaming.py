@@ -150,7 +150,7 @@ Forward = Callable[..., Any]
 Replay = Callable[..., None]  # (numbers of batches, maybe a forward in place of the layer's own)
 
 
-@dataclass(slots=True)
+@dataclass
 class PassPosition:
     """The current position of a pass, shared by its visitors."""
 

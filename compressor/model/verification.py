@@ -101,7 +101,7 @@ def verify_checkpoint(folder: Path, experts: int | None, known: Collection[str])
                 f"the written config builds {name} with {count} experts instead of {experts}"
             )
     if checkpoint.quantization:
-        source = ModelSource(str(folder), None, folder)
+        source = ModelSource.of(folder)
         device = torch.device("cpu")
         opened = OpenModel.of(source, checkpoint, config, torch.bfloat16, device)
         verify_quantized(opened, known)

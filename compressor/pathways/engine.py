@@ -48,7 +48,7 @@ class PlainForward:
     work: int  # decoder layers times tokens
 
 
-@dataclass(slots=True)
+@dataclass
 class PathwayModel:
     """A model that can be run again with other router logits in some MoE layers; `load` reads its
     weights.

@@ -119,7 +119,7 @@ def prepare_gate(source: ModelSource, request: GateRequest) -> PreparedGate:
 def judge(gate: PreparedGate, folder: Path, label: str, progress: Progress) -> GateResult:
     """Gate the output in a folder, reported under the name `label`, and write the result beside its
     weights."""
-    output = ModelSource(str(folder), None, folder)
+    output = ModelSource.of(folder)
     with dated(gate.request.date):
         result = run_gate(gate.source, output, gate.request, progress, label)
     if ranks().is_first:

@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 HELDOUT = 0.125  # share of the calibration sequences that are evaluated on and never fitted to
 
 
-@dataclass(slots=True)
+@dataclass
 class Session:
     """An opened model, and what a run reports about itself."""
 
@@ -109,7 +109,7 @@ def open_run(
         torch.use_deterministic_algorithms(was_enabled, warn_only=was_warning)
 
 
-@dataclass(slots=True)
+@dataclass
 class ResolvedRecipe:
     """A recipe with its steps resolved on an opened model."""
 

@@ -117,7 +117,7 @@ def verify_against_base(
     model = open_model(find_model(base), device="cpu")
     is_substituted = declared(read_object(folder / CONFIG))
     opening = open_substituted if is_substituted else open_model
-    output = opening(ModelSource(str(folder), None, folder), device="cpu")
+    output = opening(ModelSource.of(folder), device="cpu")
     is_recorded = (folder / COMPRESSION).is_file()
     comparison = _Comparison(output)
     found: dict[str, tuple[int, ...]] = {}

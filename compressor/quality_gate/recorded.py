@@ -269,7 +269,7 @@ def refuse_others(base: ItemScores, compressed: ItemScores, where: str) -> None:
         )
 
 
-@dataclass(slots=True)
+@dataclass
 class Results:
     """One model's answers in a file or folder, and how it was asked, as far as that is recorded."""
 

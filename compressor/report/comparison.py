@@ -138,7 +138,7 @@ class TaskRun:
             progress.start("write", len(job.decoder_layers))
             write_checkpoint(job, folder, ["prune"], progress.advance)
             model.partial.stream()  # lm-eval may load the smaller model as a whole
-            source = ModelSource(str(folder), None, folder)
+            source = ModelSource.of(folder)
             content = identity(source, digests=True)
             del content["weights"]  # times of files
             planned = plan_evaluation(source, self.tasks, self.options, self.cache, content=content)

@@ -198,7 +198,7 @@ def report_data(
         layers.append(LayerReport(**measures.fields(), plan=plan, protected=protected))
     active = served = None
     with suppress(CompressionError):  # as for constants
-        model = open_model(ModelSource(str(folder), None, folder), device="cpu")
+        model = open_model(ModelSource.of(folder), device="cpu")
         served = served_model(model)
         active = _active(outcome, model)
     return Report(

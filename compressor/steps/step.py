@@ -149,7 +149,7 @@ class Step(Generic[StepOptionsT]):
         return undescribed(planned)
 
 
-@dataclass(slots=True)
+@dataclass
 class Run:
     """What all steps of a run share."""
 

@@ -219,7 +219,7 @@ def _first_of(
     return {layer.name: order[:number] for layer, order, number in divided}
 
 
-@dataclass(slots=True)
+@dataclass
 class _Search:
     """Measures divisions of the same sum, numbers in the order of the layers, each of them once."""
 

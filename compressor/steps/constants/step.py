@@ -392,7 +392,7 @@ def read_constants(
 ) -> tuple[OpenModel, ConstantsByLayer]:
     """Return a written checkpoint with constants, and these by experts module; an unfit one is a
     `CompressionError`."""
-    model = open_substituted(ModelSource(str(folder), None, folder), dtype, device)
+    model = open_substituted(ModelSource.of(folder), dtype, device)
     assert isinstance(model.checkpoint, SubstitutedCheckpoint)
     partial = model.partial
     return model, model.checkpoint.substitutes(

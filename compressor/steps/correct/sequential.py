@@ -194,7 +194,7 @@ class LayerWork:
         )
 
 
-@dataclass(slots=True)
+@dataclass
 class _InOrder(LayerVisitor):
     """Plans and refits each layer on the recorded batches of a pass, then lets them pass the
     smaller layer.

@@ -232,7 +232,7 @@ def _unknown_storage(key: str) -> CompressionError:
     )
 
 
-@dataclass(slots=True)
+@dataclass
 class LayerState:
     """A decoder layer's masters, and the optimiser's state of each."""
 

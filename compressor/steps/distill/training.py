@@ -66,7 +66,7 @@ class Evaluation:
     kl_by_source: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
+@dataclass
 class TrainingState:
     """The progress of a distillation; `first` and `best_kl` are the KL of each held-out
     sequence."""

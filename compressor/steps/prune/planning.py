@@ -197,7 +197,7 @@ class Planned:
     seconds: float
 
 
-@dataclass(slots=True)
+@dataclass
 class Planner:
     """Plans a model on text, whose batches ranks share.
 

@@ -28,7 +28,7 @@ from compressor.model.loading import set_tensor
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.model.router_logits import Product, router_weight, watched
-from compressor.model.streaming import LayerVisitor, Pass, ReversePass, ReverseVisitor
+from compressor.model.streaming import TINY, LayerVisitor, Pass, ReversePass, ReverseVisitor
 from compressor.model.substitution import LayerTensors, Substitution
 from compressor.progress import Progress
 
@@ -152,7 +152,7 @@ def calibrate_weights(
     return Calibrated(weights, before, best, tuple(rounds))
 
 
-@dataclass(slots=True)
+@dataclass
 class Moments:
     """X'X [H, H], X'G [H, E] and G'G [E, E] of a router's inputs X [T, H] and its logits' gradients
     G [T, E]."""
@@ -194,7 +194,7 @@ class Moments:
 
 def ridged(square: Tensor, ridge: float) -> Tensor:
     """Return a matrix of moments with that share of its mean diagonal added to the diagonal."""
-    added = ridge * square.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
+    added = ridge * square.diagonal().mean().clamp_min(TINY)
     return square + added * torch.eye(len(square), dtype=square.dtype)
 
 
@@ -344,7 +344,7 @@ class BiasPlace:
         return (as_float64(tensor).cpu() + change).to(tensor.dtype)
 
 
-@dataclass(slots=True)
+@dataclass
 class _Inputs(LayerVisitor):
     """X'X and X'1 of each router's inputs, and the layers whose product adds a bias."""
 
