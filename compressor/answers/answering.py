@@ -5,7 +5,7 @@ A file each implements it: `stock.py` in memory, `streamed.py` a layer at a time
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -21,7 +21,7 @@ from compressor.frozen import frozen
 from compressor.model.tokenizer import load_tokenizer, templates_of
 from compressor.progress import Progress
 from compressor.prompt_date import date_facts
-from compressor.records import read_object
+from compressor.records import Json, read_object
 from compressor.run_record import request_key
 
 Request: TypeAlias = tuple[Prompt, int]  # and the seed that its answer is drawn with
@@ -49,7 +49,7 @@ class TaskWriting:
 
     task: str
     # of each request: limits, sampling and texts that end its answer, by lm-eval's names
-    settings: Sequence[Mapping[str, Any]]
+    settings: Sequence[Json]
     seed: int = 0
     enable_thinking: bool | None = None
 
@@ -73,7 +73,7 @@ class Model(ABC):
 
     @property
     @abstractmethod
-    def facts(self) -> Mapping[str, Any]:
+    def facts(self) -> Json:
         """All that decides its answers."""
 
     @property
@@ -130,7 +130,7 @@ def read_facts(folder: Path, tokenizer: Any = None) -> ModelFacts:
     With a `tokenizer` its own end token counts, too, as it does for servers.
     """
 
-    def first(name: str, *nodes: Mapping[str, Any]) -> Any:
+    def first(name: str, *nodes: Json) -> Any:
         return next((node[name] for node in nodes if node.get(name) is not None), None)
 
     written, config = (

@@ -31,7 +31,7 @@ from compressor.errors import CompressionError, wrap_faults
 from compressor.formatting import human_bytes
 from compressor.frozen import frozen
 from compressor.progress import Progress
-from compressor.records import read_as
+from compressor.records import Json, read_as
 from compressor.run_record import read_cached, request_key, versions, write_cached
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ REMEDIES = (
     "pass --stream, a smaller --batch-size, or --device cpu",
     "see whether lm-eval alone can do it",
 )
-Rows = Sequence[Mapping[str, Any]]  # a task's samples under its first filter
+Rows = Sequence[Json]  # a task's samples under its first filter
 # the same items, told in nats as the other perplexities are
 PER_BYTE = {"bits_per_byte": "byte_perplexity"}
 
@@ -258,7 +258,7 @@ def plan_evaluation(
     options: EvaluationOptions,
     cache: Path,
     server: Server | None = None,
-    content: Mapping[str, Any] | None = None,
+    content: Json | None = None,
 ) -> TaskEvaluation:
     """Plan an evaluation, with results of earlier runs from the folder `cache`, also those of the
     same `content`.

@@ -4,7 +4,7 @@ other text."""
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import field, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from compressor.model.tokenizer import (
     says_something,
 )
 from compressor.progress import quiet_transformers
+from compressor.records import Json
 
 COLUMNS = tuple(zip((ASKING[0], *CHATS, CHOSEN, "text", *ASKING[1:]), strict=True))
 OF_A_DATA_SET = 1_000  # prompts, where nobody says how many
@@ -46,14 +47,14 @@ class Prompt:
     id: str  # digest of all that a model is asked
     domain: str
     text: str | None = None
-    messages: tuple[Mapping[str, Any], ...] = ()
+    messages: tuple[Json, ...] = ()
     tools: Sequence[Any] | None = None
     where: str = field(default="", compare=False)  # it was read
 
     @classmethod
     def of(
         cls,
-        question: str | Sequence[Mapping[str, Any]],
+        question: str | Sequence[Json],
         domain: str = "",
         tools: Sequence[Any] | None = None,
         where: str = "",
@@ -67,7 +68,7 @@ class Prompt:
         return cls(identity, domain, text, tuple(question), tools, where)
 
     @property
-    def chat(self) -> list[Mapping[str, Any]]:
+    def chat(self) -> list[Json]:
         """The messages of a chat, or the text as a user's message."""
         return list(self.messages) or [{"role": "user", "content": self.text}]
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from compressor.errors import CompressionError, reason_of
 from compressor.files import NAME_ONE, TEMPLATES
 from compressor.frozen import frozen
-from compressor.records import RESTORE, read_object
+from compressor.records import RESTORE, Json, read_object
 
 # views of files are only read
 warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
@@ -191,7 +191,7 @@ def read_weight_map(index_path: Path) -> dict[str, Any]:
     return weight_map
 
 
-def named_head(names: Collection[str], config: Mapping[str, Any]) -> str | None:
+def named_head(names: Collection[str], config: Json) -> str | None:
     """Return the file of weights, or the index of several, that stock transformers chooses; None if
     there is none."""
     chosen = config.get(WEIGHTS)
@@ -210,7 +210,7 @@ def an_adapter(place: str, beside_weights: bool = False) -> CompressionError:
     )
 
 
-def find_head(place: str, names: Collection[str], config: Mapping[str, Any]) -> str:
+def find_head(place: str, names: Collection[str], config: Json) -> str:
     """Return the file of weights, or the index of several, that stock transformers loads from a
     folder or repository.
 
@@ -243,13 +243,13 @@ def find_head(place: str, names: Collection[str], config: Mapping[str, Any]) -> 
     raise CompressionError(f"{place} {message}; {hint}")
 
 
-def weights_head(folder: Path, config: Mapping[str, Any]) -> Path:
+def weights_head(folder: Path, config: Json) -> Path:
     """Return the file that `find_head` finds in a folder."""
     names = {path.name for path in folder.iterdir() if path.is_file()}
     return folder / find_head(str(folder), names, config)
 
 
-def config_field(raw_config: Mapping[str, Any], name: str) -> Any:
+def config_field(raw_config: Json, name: str) -> Any:
     """Return a field of a config's JSON, or of one of the configs in it; None if it is absent or
     empty."""
     for node in (raw_config, *raw_config.values()):
@@ -258,7 +258,7 @@ def config_field(raw_config: Mapping[str, Any], name: str) -> Any:
     return None
 
 
-def quantization_of(folder: Path, raw_config: Mapping[str, Any]) -> dict[str, Any]:
+def quantization_of(folder: Path, raw_config: Json) -> dict[str, Any]:
     """Return the quantisation in config.json or in modelopt's own file; empty if neither has
     one."""
     declared = config_field(raw_config, "quantization_config")
@@ -274,7 +274,7 @@ def quantization_of(folder: Path, raw_config: Mapping[str, Any]) -> dict[str, An
     return {"quant_method": "modelopt", **content} if content else {}
 
 
-def packs_nothing(quantization: Mapping[str, Any]) -> bool:
+def packs_nothing(quantization: Json) -> bool:
     """Return True if a quantisation of compressed-tensors names no weights, as that of a pruned
     model may."""
     is_named = quantization.get("config_groups") or quantization.get("kv_cache_scheme")
@@ -286,9 +286,7 @@ def modelopt_file(folder: Path) -> dict[str, Any]:
     return read_object(folder / MODELOPT) if (folder / MODELOPT).is_file() else {}
 
 
-def counted(
-    tensors: Mapping[str, TensorInfo], quantization: Mapping[str, Any]
-) -> dict[str, TensorInfo]:
+def counted(tensors: Mapping[str, TensorInfo], quantization: Json) -> dict[str, TensorInfo]:
     """Return the tensors of a quantised checkpoint with the number of weights in an element."""
     declared = []  # bits by a class of modules, or by a name or pattern of names
     for group in (quantization.get("config_groups") or {}).values():

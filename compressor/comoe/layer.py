@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,7 +24,7 @@ from compressor.errors import CompressionError
 from compressor.files import whole_folder
 from compressor.frozen import frozen
 from compressor.options import NamedOptions, validated
-from compressor.records import RESTORE, read_object
+from compressor.records import RESTORE, Json, read_object
 
 Model = TypeVar("Model", bound=nn.Module)
 SHORTEST = 1e-12  # length of a row of weights, all of which may be 0
@@ -264,7 +264,7 @@ class AdapterFacts(NamedOptions):
     config: ComoeConfig
     layers: Mapping[str, tuple[int, int]]  # features into and out of each linear layer
     model: str = ""  # that they were trained on
-    training: Mapping[str, Any] | None = None
+    training: Json | None = None
     format: Literal["moe-compressor-comoe/1"] = "moe-compressor-comoe/1"
 
 
@@ -282,7 +282,7 @@ def write_adapters(
     model: nn.Module,
     folder: Path,
     label: str = "",
-    training: Mapping[str, Any] | None = None,
+    training: Json | None = None,
 ) -> None:
     """Write both files into a folder that exists; raises `CompressionError` for a model without
     experts."""

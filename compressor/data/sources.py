@@ -18,6 +18,7 @@ from compressor.formatting import distinct
 from compressor.frozen import frozen
 from compressor.options import Options, validated
 from compressor.plain_yaml import read_yaml
+from compressor.records import Json
 
 DEFAULT_SOURCE = "blend"
 BLEND = Path(__file__).with_name("blend.yaml")
@@ -315,7 +316,7 @@ def short_names(sources: Sequence[str]) -> tuple[str, ...]:
     return tuple(distinct(names))
 
 
-def with_folders(identity: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def with_folders(identity: Json | None) -> dict[str, Any] | None:
     """Return the identity with absolute paths, valid from any working folder."""
 
     def absolute(source: str) -> str:
@@ -326,12 +327,12 @@ def with_folders(identity: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return None if identity is None else _renamed(identity, absolute)
 
 
-def without_folders(identity: Mapping[str, Any]) -> dict[str, Any]:
+def without_folders(identity: Json) -> dict[str, Any]:
     """Return the identity with file names in place of paths, without access tokens."""
     return _renamed(identity, lambda source: without_tokens(local_name(source)))
 
 
-def _renamed(identity: Mapping[str, Any], name: Callable[[str], str]) -> dict[str, Any]:
+def _renamed(identity: Json, name: Callable[[str], str]) -> dict[str, Any]:
     """Return the identity with its sources renamed by `name`."""
     if "sources" not in identity:
         return {**identity, "source": name(identity["source"])}

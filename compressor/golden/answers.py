@@ -13,7 +13,16 @@ from pydantic import Field
 from compressor.errors import CompressionError
 from compressor.files import SUMS, check_parent
 from compressor.frozen import frozen
-from compressor.records import RESTORE, Count, Finite, plain_json, read_as, read_json, readable_json
+from compressor.records import (
+    RESTORE,
+    Count,
+    Finite,
+    Json,
+    plain_json,
+    read_as,
+    read_json,
+    readable_json,
+)
 
 FORMAT = 3  # of the file
 KEPT = 20  # log-probabilities of each position: the most that servers give
@@ -88,7 +97,7 @@ class GoldenAnswers:
     bands: Mapping[str, tuple[Distance, ...]]  # how far each kind of rounding moves each answer
     texts: Mapping[str, str]  # of the tokens among the answers, by id
     is_chat: bool  # texts are messages of a user, in the chat template
-    config: Mapping[str, Any]  # its numbers and switches
+    config: Json  # its numbers and switches
     fingerprints: Mapping[str, str]  # of its weights, by tensor
     date: str | None = None  # in prompts whose template asks for it
 

@@ -34,7 +34,7 @@ from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.plan import Source
 from compressor.recipe.recipe import RECIPE, recipe_of_plan, recipe_yaml
 from compressor.recipe.steps_plan import PRUNE, QUANTIZE, Plan
-from compressor.records import read_object
+from compressor.records import Json, read_object
 from compressor.report import page
 from compressor.report.data import Report, report_data
 from compressor.report.facts import facts as outcome_facts
@@ -309,9 +309,7 @@ def base_id(source: Source) -> str | None:
     return source.model if source.revision is not None and is_hub_id(source.model) else None
 
 
-def base_metadata(
-    source: Source, base: Path | None = None, base_model: str | None = None
-) -> Mapping[str, Any]:
+def base_metadata(source: Source, base: Path | None = None, base_model: str | None = None) -> Json:
     """Return the metadata of the base's card, in its folder `base` or on the Hub; empty where it
     can't be read."""
     from huggingface_hub import hf_hub_download
@@ -330,7 +328,7 @@ def base_metadata(
 
 
 def licence(
-    base: Mapping[str, Any], folder: Path, repository: str | None, revision: str | None
+    base: Json, folder: Path, repository: str | None, revision: str | None
 ) -> dict[str, Any]:
     """Return the base's licence as the Hub spells it; one that its list lacks becomes `other`, with
     a name."""
@@ -382,7 +380,7 @@ def metadata(
     folder: Path,
     outcome: Report,
     repo_id: str,
-    base: Mapping[str, Any],
+    base: Json,
     repository: str | None,
     formats: Sequence[str],
 ) -> "ModelCardData":

@@ -34,7 +34,7 @@ from compressor.model.moe_layer import (
     decoder_layer_of,
     layer_number,
 )
-from compressor.records import read_object
+from compressor.records import Json, read_object
 
 
 def _tops_of(router: nn.Module, block: nn.Module, config: Any) -> Iterator[tuple[Any, str, int]]:
@@ -98,7 +98,7 @@ class Architecture:
     decoder_layers: tuple[str, ...]  # decoder layers, dense ones included, in order
     config: Any = field(repr=False, compare=False)
     # other fields of smaller models, by path
-    written: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    written: Json = field(default_factory=dict, compare=False)
 
     @property
     def experts(self) -> int:
@@ -115,7 +115,7 @@ class Architecture:
         return with_fields(self.config, self.fields(count))
 
 
-def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
+def with_fields(config: Any, fields: Json) -> Any:
     """Return a copy of a config with other values at dotted paths."""
     copied = copy.deepcopy(config)
     for path, value in fields.items():

@@ -21,7 +21,7 @@ from compressor.pipeline.resolve import ResolvedRecipe, prepare, text_specs
 from compressor.pipeline.run import earlier_plan
 from compressor.quality_gate.run import PowerAnalysis, passable
 from compressor.recipe.recipe import Recipe
-from compressor.records import plain_json
+from compressor.records import Json, plain_json
 from compressor.steps.job import output_size
 from compressor.steps.step import OWN, part_name
 
@@ -80,7 +80,7 @@ class DryRun:
     family: str
     moe_layers: int
     # name, options, and passes of its text through a model
-    steps: tuple[Mapping[str, Any], ...]
+    steps: tuple[Json, ...]
     notes: tuple[str, ...]
     before: Shape
     after: Shape

@@ -26,7 +26,7 @@ from compressor.pipeline.outcome import read_plan
 from compressor.recipe.plan import LAYER_FACTS, ExpertPlan, Group, LayerPlan
 from compressor.recipe.recipe import MONE, recipe_of_plan
 from compressor.recipe.steps_plan import Plan
-from compressor.records import read_object
+from compressor.records import Json, read_object
 from compressor.run_record import COMPRESSION
 from compressor.steps.constants.step import kept_job
 from compressor.steps.job import make_job, stored_partial, untouched
@@ -334,9 +334,7 @@ class _Comparison:
                 self.faults.append(f"{name} is not the base's")
 
 
-def _differences(
-    expected: Mapping[str, Any], actual: Mapping[str, Any], is_recorded: bool
-) -> Iterator[str]:
+def _differences(expected: Json, actual: Json, is_recorded: bool) -> Iterator[str]:
     """Yield the dotted names of fields that differ; without a record, of those that both have."""
     names = (
         expected.keys() | actual.keys()

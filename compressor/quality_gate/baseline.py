@@ -4,7 +4,7 @@ import gzip
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from compressor.answers.forms import TaskForm
 from compressor.answers.options import AskedOptions
@@ -17,7 +17,7 @@ from compressor.formatting import joined
 from compressor.frozen import frozen
 from compressor.options import validated
 from compressor.quality_gate.options import GateOptions
-from compressor.records import Finite, plain_json, read_as, read_json, value_as
+from compressor.records import Finite, Json, plain_json, read_as, read_json, value_as
 
 FORMAT = "moe-compressor-baseline/1"
 SUFFIXES = (".json", ".json.gz")
@@ -31,10 +31,10 @@ class Baseline:
     """A base's answers by item, and everything that they depend on."""
 
     base: str
-    identity: Mapping[str, Any]  # of the model's files
+    identity: Json  # of the model's files
     # options of tasks, which are the defaults of a gate with this baseline
-    settings: Mapping[str, Any]
-    facts: Mapping[str, Any]  # that decide results
+    settings: Json
+    facts: Json  # that decide results
     versions: Mapping[str, str]  # of packages
     tasks: tuple[ItemScores, ...]
     asked: Mapping[str, TaskForm]  # by task: the form of its questions

@@ -6,7 +6,7 @@ are optional."""
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -51,7 +51,7 @@ from compressor.quality_gate.teacher_forced import (
     stop_tokens_of,
 )
 from compressor.quality_gate.verdict import GateCondition
-from compressor.records import plain_json
+from compressor.records import Json, plain_json
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Written:
 
     prompts: int
     seeds: int
-    options: Mapping[str, Any]
+    options: Json
     rates: tuple[Rate, ...]
     pairs: tuple[AnswerPair, ...] = ()
 

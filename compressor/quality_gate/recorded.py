@@ -27,7 +27,7 @@ from compressor.frozen import frozen
 from compressor.quality_gate.options import GateOptions
 from compressor.quality_gate.statistics import POOLED, conclude, judge
 from compressor.quality_gate.verdict import GateCondition, GateResult
-from compressor.records import read_as, value_as
+from compressor.records import Json, read_as, value_as
 from compressor.run_record import versions
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,6 @@ RIGHT = ("c", "pass", "true", "yes")
 WRONG = ("i", "n", "fail", "timeout", "error", "false", "no")
 WORDS = {"p": 0.5, **dict.fromkeys(RIGHT, 1.0), **dict.fromkeys(WRONG, 0.0)}
 
-Json = Mapping[str, Any]  # an object
 Key = tuple[str, str, Kind]  # a task with its metric
 Answers = Mapping[str, Sequence[AnsweredItem]]  # to one task, by item
 Sides = tuple[list[ItemScores], list[ItemScores]]  # the base's scores by task, and the other's

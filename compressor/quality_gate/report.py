@@ -44,7 +44,7 @@ from compressor.quality_gate.verdict import (
     gate_content,
     gate_from_content,
 )
-from compressor.records import plain_json, read_json, report_json, value_as
+from compressor.records import Json, plain_json, read_json, report_json, value_as
 from compressor.run_record import cache_folder, request_key, write_cached
 
 if TYPE_CHECKING:
@@ -282,7 +282,7 @@ def gate_blocks(result: GateResult) -> list[Block]:
     return blocks
 
 
-def _named(model: str, identity: Mapping[str, Any]) -> str:
+def _named(model: str, identity: Json) -> str:
     """Return a model with its commit, as far as that is known."""
     if "commit" in identity:
         return f"{model}, commit {identity['commit']}"
@@ -447,7 +447,7 @@ def gate_of(folder: Path, gate: GateResult | None = None) -> GateResult | None:
     return results[max(results)] if results else None
 
 
-def differing(folder: Path, identity: Mapping[str, Any]) -> str | None:
+def differing(folder: Path, identity: Json) -> str | None:
     """Return the first file that differs from the identity; None if none does.
 
     Times of change are ignored: a copied or downloaded model is the same model.

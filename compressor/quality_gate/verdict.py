@@ -11,14 +11,14 @@ from compressor.document.blocks import Table, Tone, Toned, Words
 from compressor.errors import CompressionError
 from compressor.frozen import frozen
 from compressor.quality_gate.domain_divergence import DomainDivergence
-from compressor.records import plain_json, read_as
+from compressor.records import Json, plain_json, read_as
 
 FORMAT = "moe-compressor-gate/2"
 
 EXIT_STATUS: Mapping[str, int] = {"pass": 0, "fail": 1, "inconclusive": 3}
 Verdict = Literal["pass", "fail", "inconclusive"]
 Side = Literal["base", "compressed"]
-Asked = Mapping[str, Mapping[str, Any]]  # by task: the form of its questions
+Asked = Mapping[str, Json]  # by task: the form of its questions
 SIGNS: Mapping[Verdict, tuple[Tone, str]] = {
     "pass": ("good", "✓"),
     "fail": ("bad", "✗"),
@@ -141,9 +141,9 @@ class GateResult:
     pooled: TaskGate | None
     tasks: tuple[TaskGate, ...]
     # limit, batch size, few-shot examples, dtype, device
-    options: Mapping[str, Any] = field(default_factory=dict)
-    base_identity: Mapping[str, Any] = field(default_factory=dict)  # of the model's files
-    compressed_identity: Mapping[str, Any] = field(default_factory=dict)
+    options: Json = field(default_factory=dict)
+    base_identity: Json = field(default_factory=dict)  # of the model's files
+    compressed_identity: Json = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     asked: Asked = field(default_factory=dict)  # by task: the form of its questions
     # by task: id on the Hub, and task there

@@ -16,9 +16,8 @@ from pydantic import Field
 
 from compressor.data.sources import WeightedSource
 from compressor.errors import CompressionError, ItemError
-from compressor.recipe.plan import Json
 from compressor.recipe.steps_plan import MOST_EXPERTS
-from compressor.records import read_json, value_as
+from compressor.records import Json, read_json, value_as
 
 LAYER = re.compile(r"(?:main_|(?:.+\.)?layers\.)?(\d+)(?:\..+)?")
 SALIENCY = "reap"

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from compressor.errors import CompressionError, without_tokens
 from compressor.frozen import frozen
 from compressor.model.moe_layer import MoeLayer, check_count
-from compressor.records import value_as
+from compressor.records import Json, value_as
 
 if TYPE_CHECKING:  # plans are read without torch
     from compressor.model.opened import OpenModel
 
-Json = Mapping[str, Any]  # an object
 SUM_TOLERANCE = 1e-6
 LARGEST = (2 - 2**-23) * 2.0**127
 SMALLEST = 2.0**-126  # that float32 holds in full, in which experts are mixed

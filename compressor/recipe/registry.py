@@ -10,7 +10,8 @@ from compressor.entry_points import EXPORTERS, STRATEGIES, load, working
 from compressor.errors import CompressionError, reason_of
 from compressor.frozen import frozen
 from compressor.options import NamedOptions, validated
-from compressor.recipe.plan import Json, LayerPlan
+from compressor.recipe.plan import LayerPlan
+from compressor.records import Json
 from compressor.statistics.statistics import LayerStatistics, check_needs
 from compressor.tolerance import rounded
 

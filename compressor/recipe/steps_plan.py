@@ -20,11 +20,10 @@ from compressor.recipe.plan import (
     LAYER_FACTS,
     ExpertPlan,
     Group,
-    Json,
     LayerPlan,
     Source,
 )
-from compressor.records import plain_json, read_as, read_json, readable_json, value_as
+from compressor.records import Json, plain_json, read_as, read_json, readable_json, value_as
 
 FORMAT = "moe-compressor-plan/3"
 PRUNE = "prune"

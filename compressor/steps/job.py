@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial as bind
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ from compressor.model.opened import NARROWED, OpenModel, open_model, pick_dtype,
 from compressor.model.remote_code import json_bytes, naming_code, without_code
 from compressor.model.verification import check_carried, verify_checkpoint
 from compressor.recipe.plan import ExpertPlan, LayerPlan, check_layers
-from compressor.records import read_object
+from compressor.records import Json, read_object
 from compressor.steps.configuration import (
     all_renames,
     expert_renames,
@@ -104,7 +103,7 @@ def carried_files(folder: Path) -> dict[str, bytes | Path]:
     return files
 
 
-def files_with(model: OpenModel, config: Mapping[str, Any]) -> dict[str, bytes | Path]:
+def files_with(model: OpenModel, config: Json) -> dict[str, bytes | Path]:
     """Return the files beside the weights: those of the source, and this config."""
     return {**carried_files(model.source.folder), "config.json": json_bytes(config)}
 
@@ -383,7 +382,7 @@ def copy_job(model: OpenModel) -> OutputJob:
     return make_job(model, untouched(model))
 
 
-def rewritten(job: OutputJob, change: Change, config: Mapping[str, Any] | None = None) -> OutputJob:
+def rewritten(job: OutputJob, change: Change, config: Json | None = None) -> OutputJob:
     """Return the job with each stored tensor changed, and with these fields of config.json.
 
     `change` has to work on tensors without data (on the device "meta"), too: shapes and dtypes are

@@ -15,6 +15,7 @@ from compressor.frozen import frozen
 from compressor.recipe.plan import LayerPlan, correction_of
 from compressor.recipe.recipe import make_step
 from compressor.recipe.steps_plan import QUANTIZE, Plan, PlannedStep
+from compressor.records import Json
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ def with_reconstruction(
     section: Section, planned: PlannedStep, layers: Sequence[LayerPlan]
 ) -> Section:
     """Return a step's section with the correction of its layers, and what that does not mean."""
-    correct: Mapping[str, Any] = planned.options.get("correct") or {}
+    correct: Json = planned.options.get("correct") or {}
     method = correct.get("method", "none")
     if method == "none":
         return replace(section, facts={**section.facts, "Reconstruction": "none"})
@@ -101,7 +102,7 @@ def is_changed(planned: PlannedStep) -> bool:
     return "before" not in result or bool(result["after"] < result["before"])
 
 
-def divergence(result: Mapping[str, Any], changed: bool) -> str:
+def divergence(result: Json, changed: bool) -> str:
     """Return KL from the base, loss and flips (other greedy tokens) on held-out text, before and
     after."""
     parts = []

@@ -21,6 +21,7 @@ from compressor.progress import Clock, Progress
 from compressor.recipe.plan import ExpertPlan, parts_of
 from compressor.recipe.step import StepOptions
 from compressor.recipe.steps_plan import Decision, Plan, PlannedStep
+from compressor.records import Json
 from compressor.steps.job import OutputSize, make_job, untouched
 from compressor.steps.section import Section, undescribed
 from compressor.steps.tensors import OutputJob
@@ -60,7 +61,7 @@ class Result:
     One mapping of `tensors` holds all that changes in a decoder layer.
     """
 
-    figures: Mapping[str, Any]
+    figures: Json
     tensors: Iterator[Mapping[str, torch.Tensor]] = field(default_factory=lambda: iter(()))
 
 
@@ -246,7 +247,7 @@ class State:
         return self.text.fit if self.text is not None and self.text.fit.batches else None
 
     @property
-    def own_text(self) -> Mapping[str, Any] | None:
+    def own_text(self) -> Json | None:
         """Identity of the step's own text; None if it reads that of the run."""
         own = self.step.options.calibration is not None
         return self.text.identity if own and self.text is not None else None

@@ -5,7 +5,6 @@ layer at a time, while the stock model answers everything that the graph will be
 Runtime is asked; where the model does not fit into memory, the graph's weights are mapped from
 their file."""
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -29,7 +28,7 @@ from compressor.model.opened import OpenModel, open_model
 from compressor.model.remote_code import json_bytes, without_code
 from compressor.model.verification import check_carried
 from compressor.progress import Progress
-from compressor.records import read_object, value_as
+from compressor.records import Json, read_object, value_as
 from compressor.run_record import COMPRESSION, versions
 from compressor.steps.job import carried_files
 from compressor.steps.workdir import check_space, put
@@ -334,7 +333,7 @@ def _sizes(folder: Path) -> dict[str, Any]:
     return {"nbytes": sum(path.stat().st_size for path in files), "external": len(files) > 1}
 
 
-def plain_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+def plain_config(raw: Json) -> dict[str, Any]:
     """A config, and the configs inside it, without how weights are quantised: the graph's are
     not."""
     config = {

@@ -30,7 +30,7 @@ from compressor.model.streaming import LayerVisitor
 from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan, LayerPlan, touched
 from compressor.recipe.registry import Strategy, load_strategy
-from compressor.records import read_as, read_json
+from compressor.records import Json, read_as, read_json
 from compressor.statistics.statistics import ATTRIBUTED, LayerStatistics
 from compressor.steps.correct.heads import ACCEPTANCE, chosen_heads, statistics_with_heads
 from compressor.steps.correct.options import Correct
@@ -67,7 +67,7 @@ class Entry:
     module: str | None = None
 
 
-def _entries(protect: str | Path | Sequence[Mapping[str, Any]] | None) -> list[Entry]:
+def _entries(protect: str | Path | Sequence[Json] | None) -> list[Entry]:
     """Return the entries of a list, or of a JSON file as `moe-compress attribute` writes it,
     without other fields.
 
@@ -94,7 +94,7 @@ def _entries(protect: str | Path | Sequence[Mapping[str, Any]] | None) -> list[E
     return [read_as(Entry, entry, f"{where}, entry {number}") for number, entry in numbered]
 
 
-def with_list(protect: str | Sequence[Mapping[str, Any]] | None) -> Any:
+def with_list(protect: str | Sequence[Json] | None) -> Any:
     """Return the same, a file's list in place of its name, so that the options of a run do not
     depend on the file."""
     if protector_of(protect) is not None:
@@ -106,7 +106,7 @@ def with_list(protect: str | Sequence[Mapping[str, Any]] | None) -> Any:
 
 
 def given_protected(
-    protect: str | Path | Sequence[Mapping[str, Any]] | None, layers: Sequence[MoeLayer], keep: int
+    protect: str | Path | Sequence[Json] | None, layers: Sequence[MoeLayer], keep: int
 ) -> Protected:
     """Return the experts that a list, or a file with one, names; none without a list.
 
