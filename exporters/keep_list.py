@@ -23,7 +23,7 @@ from compressor.model.remote_code import json_bytes
 from compressor.pipeline.outcome import read_plan
 from compressor.progress import Progress
 from compressor.recipe.steps_plan import PRUNE, Plan
-from compressor.records import read_object
+from compressor.records import Json, read_object
 
 PLANS = True  # a plan file will do in place of a checkpoint
 ASCEND = "vllm-ascend (pull request 12525 at e8f9ee3), Qwen3-MoE only"
@@ -48,7 +48,7 @@ class ListSummary:
     expert_prune_ratio: float | None  # None for constants
     not_listed: tuple[str, ...]  # steps that changed weights, of which the list says nothing
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         return {**asdict(self), "folder": str(self.folder), "command": self.command}
 
     @property

@@ -89,7 +89,7 @@ def asked_by(kind: type[Asked], content: Json, name: str) -> Asked:
     return asked
 
 
-def with_suite(values: Json, kind: type[Options], asked: type[Options]) -> dict[str, Any]:
+def with_suite(values: Json, kind: type[Options], asked: type[Options]) -> Json:
     """Return values of options with those of the suite that they name, as `asked` has them; given
     ones override it."""
     name = str(values["suite"])

@@ -22,7 +22,7 @@ from compressor.frozen import frozen
 from compressor.model.tokenizer import render_chat
 from compressor.progress import Progress
 from compressor.prompt_date import dated
-from compressor.records import plain_json, read_as, readable_json
+from compressor.records import Json, plain_json, read_as, readable_json
 from compressor.run_record import report_in_place, request_key, versions
 
 FORMAT = "moe-compressor-traces/1"
@@ -148,7 +148,7 @@ def _check_files(out: Path, manifest: Path, overwrite: bool) -> None:
         )
 
 
-def trace(prompt: Prompt, answer: Answer, tokenizer: Any, chat: bool) -> dict[str, Any]:
+def trace(prompt: Prompt, answer: Answer, tokenizer: Any, chat: bool) -> Json:
     """Return a line of the file: the whole text, which calibration reads, and the messages of a
     chat."""
     end = tokenizer.eos_token or ""

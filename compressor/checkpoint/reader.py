@@ -258,7 +258,7 @@ def config_field(raw_config: Json, name: str) -> Any:
     return None
 
 
-def quantization_of(folder: Path, raw_config: Json) -> dict[str, Any]:
+def quantization_of(folder: Path, raw_config: Json) -> Json:
     """Return the quantisation in config.json or in modelopt's own file; empty if neither has
     one."""
     declared = config_field(raw_config, "quantization_config")
@@ -281,7 +281,7 @@ def packs_nothing(quantization: Json) -> bool:
     return quantization.get("quant_method") == "compressed-tensors" and not is_named
 
 
-def modelopt_file(folder: Path) -> dict[str, Any]:
+def modelopt_file(folder: Path) -> Json:
     """Return the content of modelopt's own file; empty if there is none."""
     return read_object(folder / MODELOPT) if (folder / MODELOPT).is_file() else {}
 

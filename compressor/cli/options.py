@@ -28,6 +28,7 @@ from compressor.recipe.recipe import (
     Resident,
 )
 from compressor.recipe.step import TextOptions
+from compressor.records import Json
 
 Parameter = inspect.Parameter
 Choices = list[tuple[str, Parameter]]  # a field, and the option that sets it
@@ -232,7 +233,7 @@ class Running(ModelOptions):
     as_json: bool = False
     """Print JSON instead of a table."""
 
-    def reading(self, progress: Progress) -> dict[str, Any]:
+    def reading(self, progress: Progress) -> Json:
         """Return the arguments of a function that reads a model and computes."""
         return {
             "device": self.device,
@@ -241,7 +242,7 @@ class Running(ModelOptions):
             "progress": progress,
         }
 
-    def making(self, progress: Progress) -> dict[str, Any]:
+    def making(self, progress: Progress) -> Json:
         """Return the arguments of a function that makes a model, whose record names the command."""
         called = Path(sys.argv[0])  # by another program's code, it may be
         ours = called.stem == PROGRAM or called.parts[-2:] == ("compressor", "__main__.py")

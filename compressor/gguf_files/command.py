@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import compressor
 from compressor.cli.options import Running
@@ -98,7 +98,7 @@ def apply(plan_file: Path, model: str, output: Path, running: Running) -> None:
     _show_summary(summary, running.as_json)
 
 
-def _choices(flags: Json, imatrix: Path | None) -> dict[str, Any]:
+def _choices(flags: Json, imatrix: Path | None) -> Json:
     chosen = {name: flags.get(f"prune.{name}") for name in CHOOSING}
     return {**chosen, "strategy": chosen["strategy"] or "auto", "imatrix": imatrix}
 

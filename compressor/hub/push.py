@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from compressor.answers.scores import REPORT
 from compressor.document.blocks import Block, Table, Text
@@ -35,7 +34,7 @@ from compressor.pipeline.outcome import Outcome
 from compressor.quality_gate.report import eval_results, gate_of, verdict_line
 from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.recipe import OutputOptions
-from compressor.records import read_object
+from compressor.records import Json, read_object
 from compressor.run_record import COMPRESSION
 
 logger = logging.getLogger(__name__)
@@ -74,7 +73,7 @@ class PushSummary:
     def changed(self) -> bool:
         return bool(self.uploaded or self.removed)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return plain JSON types."""
         return {**asdict(self), "changed": self.changed}
 

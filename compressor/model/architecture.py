@@ -105,7 +105,7 @@ class Architecture:
         """The experts per layer."""
         return self.layers[0].experts
 
-    def fields(self, count: int) -> dict[str, Any]:
+    def fields(self, count: int) -> Json:
         """Return the config's fields, by path, that smaller models have other values of."""
         return {**count_fields(self.config, self.count_field, count), **self.written}
 
@@ -124,7 +124,7 @@ def with_fields(config: Any, fields: Json) -> Any:
     return copied
 
 
-def count_fields(config: Any, path: str, count: int) -> dict[str, Any]:
+def count_fields(config: Any, path: str, count: int) -> Json:
     """Return the fields, by dotted path, by which a config has this number of experts; `path` leads
     to its one.
 

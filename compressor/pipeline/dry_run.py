@@ -4,7 +4,7 @@ read."""
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 from compressor.checkpoint.reader import Size
 from compressor.data.batches import TextSpec
@@ -101,7 +101,7 @@ class DryRun:
         )
         return max(streamed, self.whole_memory)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """JSON types."""
         texts = [{**asdict(text), "tokens": text.tokens} for text in self.texts]
         content = {**asdict(self), "texts": texts, "memory": self.memory}

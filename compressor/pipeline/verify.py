@@ -8,7 +8,6 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,7 +69,7 @@ class OutputVerification:
     def passed(self) -> bool:
         return not self.faults
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return JSON types."""
         return {**asdict(self), "passed": self.passed}
 

@@ -108,7 +108,7 @@ class Behaviour:
     each: tuple[AnswerDivergence, ...] = ()  # of these answers
     conditions: tuple[GateCondition, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return plain JSON without the pairs of answers, which have a file of their own."""
         written = None if self.written is None else replace(self.written, pairs=())
         return {"format": FORMAT, **plain_json(replace(self, written=written))}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 from xml.etree import ElementTree as Xml
 
 import yaml
@@ -387,7 +387,7 @@ def _junit(
     return bytes(Xml.tostring(root, encoding="utf-8", xml_declaration=True))
 
 
-def full_content(result: GateResult) -> dict[str, Any]:
+def full_content(result: GateResult) -> Json:
     """Return the content of gate.json: the result, and its metrics in the form of a model card."""
     index = eval_results_to_model_index(
         Path(result.compressed).name or result.compressed, card_metrics(result)

@@ -165,7 +165,7 @@ class GateResult:
         return Judgement(self.tasks, self.pooled).rows
 
 
-def gate_content(result: GateResult) -> dict[str, Any]:
+def gate_content(result: GateResult) -> Json:
     """Return the result as plain JSON types; infinity and NaN are text."""
     return {"format": FORMAT, **plain_json(result)}
 

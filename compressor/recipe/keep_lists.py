@@ -26,7 +26,7 @@ SUFFIXES = (".pt", ".pth")
 HINT = "name a kept_expert_indices.json, an experts.jsonl or REAP's observations (.pt)"
 
 
-def options_of_list(path: Path, flags: Json) -> dict[str, Any]:
+def options_of_list(path: Path, flags: Json) -> Json:
     """Return the options, by path, by which `plan` keeps the experts of a file; `flags` may say how
     many of them.
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields, replace
 from itertools import chain, combinations
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from compressor.checkpoint.source import ModelSource
 from compressor.document.blocks import Table
@@ -25,7 +24,7 @@ from compressor.quality_gate.verdict import GateResult, gate_content
 from compressor.recipe.hubs import Hub, read_hubs
 from compressor.recipe.plan import LayerPlan, correction_of
 from compressor.recipe.steps_plan import layer_to_dict
-from compressor.records import plain_json, read_as
+from compressor.records import Json, plain_json, read_as
 from compressor.run_record import read_record
 from compressor.steps.job import active_parameters
 
@@ -54,7 +53,7 @@ class LayerMeasures:
     # ||y' - y||^2 / ||y||^2 of the MoE block's output on the base's own inputs
     error: float | None = None
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> Json:
         return {entry.name: getattr(self, entry.name) for entry in fields(LayerMeasures)}
 
 

@@ -81,7 +81,7 @@ class ExportSummary:
         """The MoE layers that are not a single node, with the reason."""
         return tuple(route for route in self.routes if route.reason is not None)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         return {
             **asdict(self),
             "folder": str(self.folder),
@@ -328,12 +328,12 @@ def summary_of(out: Path) -> ExportSummary:
     return ExportSummary(**values)
 
 
-def _sizes(folder: Path) -> dict[str, Any]:
+def _sizes(folder: Path) -> Json:
     files = [path for path in (folder / GRAPH, folder / WEIGHTS) if path.exists()]
     return {"nbytes": sum(path.stat().st_size for path in files), "external": len(files) > 1}
 
 
-def plain_config(raw: Json) -> dict[str, Any]:
+def plain_config(raw: Json) -> Json:
     """A config, and the configs inside it, without how weights are quantised: the graph's are
     not."""
     config = {

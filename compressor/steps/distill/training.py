@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,7 +20,7 @@ from compressor.divergence.evaluator import Difference, Evaluator, require_enoug
 from compressor.errors import CompressionError
 from compressor.frozen import frozen
 from compressor.progress import Progress
-from compressor.records import finite, read_as
+from compressor.records import Json, finite, read_as
 from compressor.steps.distill.engines import (
     Engine,
     InMemory,
@@ -81,7 +80,7 @@ class TrainingState:
     def step(self) -> int:
         return self.curve[-1].step
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> Json:
         """Return the result as a plan has it; `changed` says if the best state is taken."""
         gained = Difference.of(self.first, self.best_kl)
         before = self.curve[0]
