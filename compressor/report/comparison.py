@@ -26,7 +26,7 @@ from compressor.answers.scores import ItemScores
 from compressor.answers.tasks import EvaluationOptions, EvaluationTask, resolve_tasks
 from compressor.checkpoint.reader import Size
 from compressor.checkpoint.source import ModelSource
-from compressor.data.batches import Calibration, EvaluationSet
+from compressor.data.batches import Calibration, EvaluationSet, evaluation_sets
 from compressor.distributed import refuse_several
 from compressor.divergence.evaluator import FEWEST, Evaluator, Figures, HeldoutProbe, accepts
 from compressor.entry_points import read_option
@@ -38,8 +38,9 @@ from compressor.model.constant_experts import is_replaced
 from compressor.model.moe_layer import resolve_count
 from compressor.model.opened import OpenModel, shared_experts
 from compressor.model.substitution import Substitution
+from compressor.model.tokenizer import load_tokenizer
 from compressor.options import validated
-from compressor.pipeline.resolve import HELDOUT, Session, read_calibration, read_evaluation
+from compressor.pipeline.resolve import HELDOUT, Session, read_calibration
 from compressor.progress import Progress
 from compressor.quality_gate.options import GateOptions
 from compressor.quality_gate.statistics import judge
@@ -431,7 +432,15 @@ def compare(
         answers = tuple(evaluation.run(progress).values())
     sets: Sequence[EvaluationSet]
     if grid.evaluate:
-        sets = read_evaluation(run, grid.evaluate, text, seed, grid.evaluation_samples)
+        sets = evaluation_sets(
+            grid.evaluate,
+            load_tokenizer(base.source.folder),
+            length=text.sequence_length,
+            seed=seed,
+            vocab=base.vocabulary,
+            most=grid.evaluation_samples,
+            strict=text.strict,
+        )
         calibration = read_calibration(run, text, seed, HELDOUT)
     else:
         calibration = read_calibration(run, text, seed, HELDOUT, grid.evaluation_samples)
