@@ -9,13 +9,13 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from compressor.errors import CompressionError, reason_of
 from compressor.files import lock_output, work_folder
+from compressor.frozen import frozen
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +52,7 @@ def _on_cpu(value: Any) -> Any:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Ranks:
     """This process among `size`; `local` is its number on its machine. A single process makes every
     value itself."""
@@ -253,8 +253,7 @@ def _joined(group: Ranks) -> Any:
     except (RuntimeError, ValueError, KeyError) as error:
         raise CompressionError(
             f"the {group.size} ranks did not come together ({reason_of(error, 160)}); start them "
-            "with torchrun, and "
-            "see that MASTER_ADDR can be reached"
+            "with torchrun, and see that MASTER_ADDR can be reached"
         ) from error
     return store
 

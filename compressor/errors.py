@@ -34,7 +34,7 @@ class ItemError(CompressionError):
     """An error in one row, document or item of many, which can be left out."""
 
 
-@dataclass(slots=True)
+@dataclass
 class LeftOut:
     """Counts the items of a file or data set that have a fault; with `strict` the first one ends
     the run.

@@ -3,7 +3,7 @@ torch."""
 
 import inspect
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import (
@@ -18,7 +18,7 @@ from pydantic import (
 
 from compressor.errors import CompressionError
 from compressor.formatting import known_names, read_bytes
-from compressor.records import WHOLE, fault_of
+from compressor.records import WHOLE, Json, fault_of
 
 
 def _in_bytes(value: object, info: ValidationInfo) -> object:
@@ -121,7 +121,7 @@ Names = Annotated[tuple[str, ...], BeforeValidator(several)]
 
 def validated(
     kind: type[Model],
-    content: Mapping[str, Any],
+    content: Json,
     where: str,
     unknown: str = "there is no option",
     at: str = "",
@@ -138,9 +138,7 @@ def validated(
         raise CompressionError(fault_of(cause, f"{where}: ")) from cause
 
 
-def refuse_unknown(
-    kind: type[BaseModel], content: Mapping[str, Any], unknown: str, at: str = ""
-) -> None:
+def refuse_unknown(kind: type[BaseModel], content: Json, unknown: str, at: str = "") -> None:
     """Refuse a name that is no field, with the one that may be meant."""
     for name in content:
         if name not in kind.model_fields:

@@ -28,7 +28,7 @@ class Silent:
 SILENT = Silent()
 
 
-@dataclass(slots=True)
+@dataclass
 class Clock:
     """Seconds per named phase."""
 

@@ -28,7 +28,7 @@ DIRECTIVES = (
 EPOCH = "SOURCE_DATE_EPOCH"  # environment variable whose seconds take the place of the clock's
 
 
-@dataclass(slots=True)
+@dataclass
 class PromptDate:
     """A date, and whether a template has asked for it."""
 

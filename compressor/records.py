@@ -44,6 +44,7 @@ KINDS = ("int", "str", "float")
 INNER = ("function-", "tuple", "constrained")
 
 Record = TypeVar("Record")
+Json = Mapping[str, Any]  # an object
 Finite = FiniteFloat
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=0, le=WHOLE)]
@@ -189,7 +190,7 @@ def report_json(content: Any, indent: int | None = 2) -> str:
     return json.dumps(content, indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def readable_json(content: Mapping[str, Any]) -> str:
+def readable_json(content: Json) -> str:
     """Return indented JSON in which lists of plain values stand on one line, so that a person can
     read it."""
     as_json = json.loads(json.dumps(content))  # lists for tuples, text for keys

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,7 +21,8 @@ from typing import Any
 
 from compressor.errors import CompressionError, without_tokens
 from compressor.files import WEIGHTS, default_folder, file_digest, json_object, write_whole
-from compressor.records import plain_json, read_as
+from compressor.frozen import frozen
+from compressor.records import Json, plain_json, read_as
 
 logger = logging.getLogger(__name__)
 
@@ -30,21 +31,21 @@ COMPRESSION = "compression.json"
 PACKAGES = ("moe-compressor", "torch", "transformers", "safetensors")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RunRecord:
     """One run of compress or apply."""
 
     source: str  # the folder's absolute path, or the Hub id
     revision: str | None  # the commit of a Hub id
-    calibration: Mapping[str, Any] | None = None  # the plan's, with absolute folders
+    calibration: Json | None = None  # the plan's, with absolute folders
     seconds: Mapping[str, float] = field(default_factory=dict)  # by phase
     peak_memory: int = 0  # bytes of anonymous memory at the highest
     command: tuple[str, ...] | None = None  # None: not through the command line
     finished: str = ""  # UTC, ISO 8601; set when the record is written
     # of multi-token-prediction heads, by experts module
-    acceptance: Mapping[str, Any] = field(default_factory=dict)
+    acceptance: Json = field(default_factory=dict)
     base: str | None = None  # that was named, as `source`; None without one
-    speed: Mapping[str, Any] = field(default_factory=dict)  # of inference, if a report measured it
+    speed: Json = field(default_factory=dict)  # of inference, if a report measured it
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
@@ -98,7 +99,7 @@ def read_record(folder: Path) -> RunRecord | None:
         return None
 
 
-def write_cached(path: Path, content: Mapping[str, Any]) -> Exception | None:
+def write_cached(path: Path, content: Json) -> Exception | None:
     """Write a private file of the cache atomically; return the error if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

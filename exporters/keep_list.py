@@ -11,18 +11,19 @@ vLLM 0.33 reads constants from `approximate_experts`, as the step `constants` wr
 
 import json
 import shlex
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from compressor.document.blocks import Block, Code, Facts, Heading, Text
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.model.constant_experts import FIELD, SUFFIX, SubstitutedCheckpoint
 from compressor.model.remote_code import json_bytes
 from compressor.pipeline.outcome import read_plan
 from compressor.progress import Progress
 from compressor.recipe.steps_plan import PRUNE, Plan
-from compressor.records import read_object
+from compressor.records import Json, read_object
 
 PLANS = True  # a plan file will do in place of a checkpoint
 ASCEND = "vllm-ascend (pull request 12525 at e8f9ee3), Qwen3-MoE only"
@@ -32,7 +33,7 @@ OVERRIDES = "hf_overrides.json"
 RECORD = "keep_list.json"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ListSummary:
     """The list that was written, and how it is served."""
 
@@ -47,7 +48,7 @@ class ListSummary:
     expert_prune_ratio: float | None  # None for constants
     not_listed: tuple[str, ...]  # steps that changed weights, of which the list says nothing
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         return {**asdict(self), "folder": str(self.folder), "command": self.command}
 
     @property

@@ -51,8 +51,7 @@ def keep_salient(
     if overflowed:
         raise CompressionError(
             f"{stats.layer.name}: the outputs of expert {overflowed[0]} are not finite on the "
-            "calibration data; "
-            "try --dtype float32"
+            "calibration data; try --dtype float32"
         )
     plan = keep_best(stats, saliency, keep, protected, decided_by=decided_by)
     return replace(plan, figures={share: kept_share(plan, saliency), **plan.figures})
@@ -328,8 +327,7 @@ class Listed:
         if unlisted or len(known) < len(order):
             raise CompressionError(
                 f"{layer.name}: the list for layer {layer.index} is {order}, and {keep} of "
-                f"{layer.experts} experts are "
-                "to stay, as many of each routing group; mend it, or pass --mtp drop if it is a "
-                "head's that is missing"
+                f"{layer.experts} experts are to stay, as many of each routing group; mend it, or "
+                "pass --mtp drop if it is a head's that is missing"
             )
         return plan

@@ -122,8 +122,7 @@ def plan(
         if heads and options.group_size and len(others) > len(heads) * (options.group_size - 1):
             raise CompressionError(
                 f"{stats.layer.name}: {len(heads)} groups of at most {options.group_size} have no "
-                "room for "
-                f"{len(heads) + len(others)} experts; raise group_size or keep more"
+                f"room for {len(heads) + len(others)} experts; raise group_size or keep more"
             )
         for head, members in grouped(table, heads, others, options.group_size).items():
             members.sort()

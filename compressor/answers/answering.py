@@ -5,9 +5,8 @@ A file each implements it: `stock.py` in memory, `streamed.py` a layer at a time
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -18,10 +17,11 @@ from compressor.answers.options import GenerationOptions
 from compressor.answers.prompts import Prompt
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.model.tokenizer import load_tokenizer, templates_of
 from compressor.progress import Progress
 from compressor.prompt_date import date_facts
-from compressor.records import read_object
+from compressor.records import Json, read_object
 from compressor.run_record import request_key
 
 Request: TypeAlias = tuple[Prompt, int]  # and the seed that its answer is drawn with
@@ -32,7 +32,7 @@ POSITIONS = 2048  # of a model that doesn't say how many it was made for
 Ended = Literal["end", "length"]  # by an end token, or since no more tokens were allowed
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Answer:
     """One answer: its tokens with the end token, if there is one, and their text without it."""
 
@@ -43,13 +43,13 @@ class Answer:
     ended: Ended
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TaskWriting:
     """How answers to the items of one of lm-eval's tasks are written: by lm-eval's own rules."""
 
     task: str
     # of each request: limits, sampling and texts that end its answer, by lm-eval's names
-    settings: Sequence[Mapping[str, Any]]
+    settings: Sequence[Json]
     seed: int = 0
     enable_thinking: bool | None = None
 
@@ -57,7 +57,7 @@ class TaskWriting:
 Writing: TypeAlias = GenerationOptions | TaskWriting
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ModelFacts:
     """Facts on generation from the JSON files beside the weights."""
 
@@ -73,7 +73,7 @@ class Model(ABC):
 
     @property
     @abstractmethod
-    def facts(self) -> Mapping[str, Any]:
+    def facts(self) -> Json:
         """All that decides its answers."""
 
     @property
@@ -130,7 +130,7 @@ def read_facts(folder: Path, tokenizer: Any = None) -> ModelFacts:
     With a `tokenizer` its own end token counts, too, as it does for servers.
     """
 
-    def first(name: str, *nodes: Mapping[str, Any]) -> Any:
+    def first(name: str, *nodes: Json) -> Any:
         return next((node[name] for node in nodes if node.get(name) is not None), None)
 
     written, config = (

@@ -1,7 +1,6 @@
 """Items asked of a model of transformers that is in memory, a batch at a time."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from compressor.answers.items import Item, TokenRow, is_greedy, likelihoods, positions, tokenised
+from compressor.frozen import frozen
 from compressor.progress import Progress, Silent
 
 Question = tuple[Item, tuple[TokenRow, ...]]  # with a row for each answer
@@ -16,7 +16,7 @@ Question = tuple[Item, tuple[TokenRow, ...]]  # with a row for each answer
 Run = Callable[[str, Tensor, Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TaskScore:
     """The score of one task."""
 

@@ -3,7 +3,7 @@ generated."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from compressor.answers.server import Server
@@ -11,8 +11,10 @@ from compressor.answers.tasks import EvaluationOptions, EvaluationTask, generati
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
 from compressor.formatting import known_names, one_line
+from compressor.frozen import frozen
 from compressor.model.tokenizer import load_tokenizer, templates_of
 from compressor.prompt_date import date_facts, today
+from compressor.records import Json
 
 SERVED = "the server's own"  # name of a chat template that only a server knows
 DEFAULT = "default"  # name of a tokenizer's only chat template
@@ -20,7 +22,7 @@ SHOWN = 12  # digits of a digest
 PLAINLY = "--no-apply-chat-template"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TaskForm:
     """How one model is asked the items of a task."""
 
@@ -31,7 +33,7 @@ class TaskForm:
     system_instruction: str | None
     enable_thinking: bool | None
     think_end_token: Any  # text, or the number of a token
-    gen_kwargs: Mapping[str, Any] | None  # None if nothing is generated
+    gen_kwargs: Json | None  # None if nothing is generated
     seed: int | None
     repeats: int
     date: str | None = None  # that the template writes; None if it writes none
@@ -98,7 +100,7 @@ def task_forms(
     return forms
 
 
-def samples(settings: Mapping[str, Any] | None) -> bool:
+def samples(settings: Json | None) -> bool:
     """Return True if answers are drawn, so that another seed gives others."""
     settings = settings or {}
     return bool(settings.get("do_sample", settings.get("temperature", 0) > 0))
@@ -138,7 +140,7 @@ def same_forms(
     return facts
 
 
-def form_sentences(forms: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def form_sentences(forms: Mapping[str, Json]) -> list[str]:
     """Return a sentence for tasks of each form, from the facts of the forms."""
     tasks: dict[str, list[str]] = {}
     for task, form in forms.items():
@@ -153,7 +155,7 @@ def form_sentences(forms: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [f"Asked {way}: {', '.join(tasks[way])}." for way in sorted(tasks)]
 
 
-def _way(form: Mapping[str, Any]) -> str:
+def _way(form: Json) -> str:
     """Return how the text of a question is made."""
     name = form["chat_template"]
     if name is None:

@@ -77,9 +77,10 @@ class HfModel(HFLM):
         """Return the answer to each request."""
         self._watch(options.task, len(requests), progress)
         self.cut = set[str | None]()  # texts whose answers reached the token limit
-        asked: Any = []
-        for (prompt, _), settings in zip(requests, options.settings, strict=True):
-            asked.append(SimpleNamespace(args=(prompt.text, settings)))
+        asked: Any = [
+            SimpleNamespace(args=(prompt.text, settings))
+            for (prompt, _), settings in zip(requests, options.settings, strict=True)
+        ]
         answers = list[Answer]()
         texts = self.generate_until(asked, disable_tqdm=True)
         for (prompt, seed), text in zip(requests, texts, strict=True):

@@ -5,7 +5,7 @@ An answer is what is written after the prompt. B rows, S tokens, V words of the 
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ from torch import Tensor
 from compressor.data.rows import source_rows
 from compressor.data.sources import WeightedSource
 from compressor.errors import CompressionError, ItemError, LeftOut, wrap_faults
+from compressor.frozen import frozen
 from compressor.model.tokenizer import check_vocabulary
 from compressor.records import plain_json, read_as
 
 REMEDIES = ("shorten the text", "restore the tokenizer from its source or mend the text")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Item:
     """A prompt, its right answer, and of multiple choice all `choices`, of which the answer is one.
 
@@ -107,7 +108,7 @@ def item_lines(items: Sequence[Item]) -> str:
     return "".join(lines)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TokenRow:
     """Tokens of a prompt and, from `start` on, of its answer."""
 

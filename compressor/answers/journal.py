@@ -4,17 +4,17 @@ twice."""
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from compressor.files import wrap_full_disk
+from compressor.frozen import frozen
 from compressor.records import plain_json
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Journal:
     """JSON lines of one type."""
 

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -29,8 +29,9 @@ from compressor.checkpoint.source import ModelSource
 from compressor.distributed import ranks
 from compressor.errors import CompressionError, wrap_faults
 from compressor.formatting import human_bytes
+from compressor.frozen import frozen
 from compressor.progress import Progress
-from compressor.records import read_as
+from compressor.records import Json, read_as
 from compressor.run_record import read_cached, request_key, versions, write_cached
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ REMEDIES = (
     "pass --stream, a smaller --batch-size, or --device cpu",
     "see whether lm-eval alone can do it",
 )
-Rows = Sequence[Mapping[str, Any]]  # a task's samples under its first filter
+Rows = Sequence[Json]  # a task's samples under its first filter
 # the same items, told in nats as the other perplexities are
 PER_BYTE = {"bits_per_byte": "byte_perplexity"}
 
@@ -126,7 +127,7 @@ def choose_metric(task: EvaluationTask, rows: Mapping[str, Rows], named: str) ->
     )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TaskEvaluation:
     """A model with the tasks that it answers, and results of earlier runs."""
 
@@ -257,7 +258,7 @@ def plan_evaluation(
     options: EvaluationOptions,
     cache: Path,
     server: Server | None = None,
-    content: Mapping[str, Any] | None = None,
+    content: Json | None = None,
 ) -> TaskEvaluation:
     """Plan an evaluation, with results of earlier runs from the folder `cache`, also those of the
     same `content`.

@@ -29,6 +29,7 @@ from compressor.answers.prompts import Prompt, tokens_of
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError, reason_of, wrap_faults
 from compressor.files import GRAPH
+from compressor.frozen import frozen
 from compressor.progress import Progress
 from compressor.run_record import stamp, versions
 
@@ -189,7 +190,7 @@ def stream_text(tokenizer: Any, before: Sequence[int], tokens: Iterable[int]) ->
     yield decode()[shown:]
 
 
-@dataclass(slots=True)
+@dataclass
 class Continuation:
     """A prompt being continued: iterating gives pieces of text, and fills in the rest."""
 
@@ -232,7 +233,7 @@ class Continuation:
         return (len(self.tokens) - 1) / (self.seconds - self.first_seconds)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class OnnxModel(Model):
     """An ONNX export; every fault is a `CompressionError`."""
 

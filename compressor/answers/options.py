@@ -9,7 +9,7 @@ from compressor.answers.task_suites import TaskSettings, with_suite
 from compressor.errors import CompressionError, reason_of
 from compressor.extras import TASKS, require
 from compressor.options import NamedOptions, one_or_several, separated
-from compressor.records import value_as
+from compressor.records import Json, value_as
 
 SEEDS = {
     "random_seed": 0,
@@ -46,7 +46,7 @@ class GenerationOptions(NamedOptions):
             )
         return self
 
-    def facts(self, *names: str) -> dict[str, Any]:
+    def facts(self, *names: str) -> Json:
         """Return some of the options by name."""
         return {name: getattr(self, name) for name in names}
 
@@ -162,7 +162,7 @@ class AskedOptions(NamedOptions):
         return self
 
     @property
-    def generation_settings(self) -> dict[str, Any]:
+    def generation_settings(self) -> Json:
         """How answers are generated, as far as the options say, by lm-eval's names."""
         limit = {} if self.max_gen_toks is None else {"max_gen_toks": self.max_gen_toks}
         return {**(self.gen_kwargs or {}), **limit}

@@ -4,8 +4,8 @@ other text."""
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import field, replace
 from typing import Any
 
 from compressor.answers.options import NEW_TOKENS, AnswerOptions, GenerationOptions
@@ -22,6 +22,7 @@ from compressor.data.chats import (
 from compressor.data.rows import Row, source_rows
 from compressor.data.sources import SourceSpec, WeightedSource, domain_of
 from compressor.errors import CompressionError, ItemError, LeftOut, wrap_faults
+from compressor.frozen import frozen
 from compressor.model.tokenizer import (
     first_part,
     has_chat_template,
@@ -30,12 +31,13 @@ from compressor.model.tokenizer import (
     says_something,
 )
 from compressor.progress import quiet_transformers
+from compressor.records import Json
 
 COLUMNS = tuple(zip((ASKING[0], *CHATS, CHOSEN, "text", *ASKING[1:]), strict=True))
 OF_A_DATA_SET = 1_000  # prompts, where nobody says how many
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Prompt:
     """A text to continue, or the messages of a chat to answer, with the tools that may be called.
 
@@ -45,14 +47,14 @@ class Prompt:
     id: str  # digest of all that a model is asked
     domain: str
     text: str | None = None
-    messages: tuple[Mapping[str, Any], ...] = ()
+    messages: tuple[Json, ...] = ()
     tools: Sequence[Any] | None = None
     where: str = field(default="", compare=False)  # it was read
 
     @classmethod
     def of(
         cls,
-        question: str | Sequence[Mapping[str, Any]],
+        question: str | Sequence[Json],
         domain: str = "",
         tools: Sequence[Any] | None = None,
         where: str = "",
@@ -66,7 +68,7 @@ class Prompt:
         return cls(identity, domain, text, tuple(question), tools, where)
 
     @property
-    def chat(self) -> list[Mapping[str, Any]]:
+    def chat(self) -> list[Json]:
         """The messages of a chat, or the text as a user's message."""
         return list(self.messages) or [{"role": "user", "content": self.text}]
 
@@ -209,7 +211,7 @@ def tokens_of(
     return ids
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PromptSet:
     """Prompts that have been read, and the options by which models answer them."""
 

@@ -1,12 +1,13 @@
 """One model's results on tasks, item by item, wherever they were recorded. Importing this loads no
 torch."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from statistics import fmean
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from compressor.frozen import frozen
 from compressor.records import Finite, Share
 
 REPORT = "gate.json"  # written beside the weights once they are evaluated; no part of the model
@@ -15,7 +16,7 @@ HASH_DIGITS = 8  # of an item's hashes, which are compared but never searched fo
 Kind = Literal["score", "likelihood"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class AnsweredItem:
     """An item of a task as one model has answered it."""
 
@@ -30,7 +31,7 @@ class AnsweredItem:
     cut: Share | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ItemScores:
     """One model's results on one task, item by item."""
 

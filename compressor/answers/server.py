@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cache
 from itertools import islice
 from operator import eq
@@ -51,6 +51,7 @@ from compressor.checkpoint.source import ModelSource
 from compressor.errors import KEY_VARIABLE, CompressionError, reason_of
 from compressor.files import file_digest
 from compressor.formatting import known_names
+from compressor.frozen import frozen
 from compressor.model.tokenizer import (
     THINKING_END,
     load_tokenizer,
@@ -58,6 +59,7 @@ from compressor.model.tokenizer import (
     with_json_arguments,
 )
 from compressor.progress import SILENT, Progress
+from compressor.records import Json
 
 MOST_BYTES = 2**25  # of an answer
 TRIES, PAUSE = 4, 0.5  # of a request that may pass later; seconds, doubled each time
@@ -238,7 +240,7 @@ def _certificates() -> Any:
     return httpx2.create_ssl_context()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Server:
     """One model of a server; with no model, the server itself."""
 
@@ -246,7 +248,7 @@ class Server:
     timeout: float  # seconds to wait for an answer
     model: str = ""
     # plain JSON: what it says of itself and of the model
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Json = field(default_factory=dict)
     max_length: int | None = None  # tokens of a prompt with its answer
     scored: Scored = None
     # settings of each answer, where it takes them
@@ -259,7 +261,7 @@ class Server:
             f"({self.address})"
         )
 
-    def ask(self, path: str, kind: type[Kind], payload: Mapping[str, Any] | None = None) -> Kind:
+    def ask(self, path: str, kind: type[Kind], payload: Json | None = None) -> Kind:
         """Return the answer to a GET, or to a POST of a payload; raises `CompressionError` for all
         else."""
         url = f"{self.address}{path}"
@@ -289,14 +291,14 @@ class Server:
             field = ".".join(map(str, first["loc"])) or "its answer"
             raise CompressionError(f"{url}: {field} is wrong ({first['msg']}); {REMEDY}") from error
 
-    def complete(self, question: Mapping[str, Any]) -> "Completion | Chat":
+    def complete(self, question: Json) -> "Completion | Chat":
         """Return what is written after a prompt, or as the next message of a chat."""
         question = {"model": self.model, **question}
         if "messages" in question:
             return self.ask("/chat/completions", Chat, question)
         return self.ask("/completions", Completion, question)
 
-    def _send(self, url: str, payload: Mapping[str, Any] | None) -> tuple[Any, bytes]:
+    def _send(self, url: str, payload: Json | None) -> tuple[Any, bytes]:
         """Send a request, again after an error that may pass; all tries share the timeout.
 
         Returns the response and its body, which is read as it is sent, up to the largest.
@@ -455,7 +457,7 @@ class Server:
         return replace(self, facts={**self.facts, "answer": reply.choices[0].text}, plain=plain)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PromptScores:
     """Log-probabilities of the n tokens of a prompt, and the tokens that the server has generated
     after it."""
@@ -514,7 +516,7 @@ class PromptScores:
         return total, greedy
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ServerModel(Model):
     """A served model; `source` holds its tokenizer."""
 
@@ -529,7 +531,7 @@ class ServerModel(Model):
         return self.server.label
 
     @property
-    def facts(self) -> Mapping[str, Any]:
+    def facts(self) -> Json:
         return served_facts(self.server, self.source.folder)
 
     @property

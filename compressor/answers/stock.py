@@ -38,6 +38,7 @@ from compressor.checkpoint.source import ModelSource
 from compressor.devices import pick_device
 from compressor.errors import CompressionError, wrap_faults
 from compressor.files import GOLDEN, RECEIPT, file_digest
+from compressor.frozen import frozen
 from compressor.model.architecture import build_meta, load_config, model_class
 from compressor.model.opened import load_whole, memory_budget, pick_dtype
 from compressor.progress import Progress, quiet_transformers
@@ -55,7 +56,7 @@ HEADROOM = 2**30  # bytes beside the weights: what lm-eval and a batch's logits 
 READ_WHOLE = (".json", ".jinja", ".model", ".txt")
 
 
-@dataclass(slots=True)
+@dataclass
 class StockModel(Model):
     """A checkpoint that stock transformers holds in memory."""
 
@@ -117,9 +118,10 @@ class StockModel(Model):
                 f"{self.label} does not fit into memory, which writing answers takes; let a server "
                 "write them (--server), or judge without generating (--text)"
             )
-        queue = []
-        for number, request in enumerate(requests):
-            queue.append(_Question(number, request, tokens_of(request[0], tokenizer, options.chat)))
+        queue = [
+            _Question(number, request, tokens_of(request[0], tokenizer, options.chat))
+            for number, request in enumerate(requests)
+        ]
         queue.sort(key=lambda one: (-len(one.tokens), one.request[0].id, one.request[1]))
         device = pick_device(self.device)
         rows = self.rows or (CPU_ROWS if device.type == "cpu" else GPU_ROWS)
@@ -160,7 +162,7 @@ class StockModel(Model):
                 free(device)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Question:
     """A request with its number, and the tokens [S] of its prompt."""
 

@@ -32,7 +32,7 @@ TOGETHER = 256  # positions whose probabilities are held at once
 WAITING_SHARE = 4
 
 
-@dataclass(slots=True)
+@dataclass
 class StreamedModel(StockModel):
     """A checkpoint of a causal language model; several ranks share the work."""
 

@@ -2,7 +2,7 @@
 writes them."""
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from compressor.errors import CompressionError
 from compressor.formatting import joined, known_names
 from compressor.options import Options, separated, validated
 from compressor.plain_yaml import read_yaml
-from compressor.records import Share, value_as
+from compressor.records import Json, Share, value_as
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class SuiteTask(TaskSettings):
     metrics: tuple[SuiteMetric, ...] = ()
 
 
-def asked_by(kind: type[Asked], content: Mapping[str, Any], name: str) -> Asked:
+def asked_by(kind: type[Asked], content: Json, name: str) -> Asked:
     """Return what a file of this name says of how tasks are asked; refuse anything else, also among
     gen_kwargs."""
     try:
@@ -89,9 +89,7 @@ def asked_by(kind: type[Asked], content: Mapping[str, Any], name: str) -> Asked:
     return asked
 
 
-def with_suite(
-    values: Mapping[str, Any], kind: type[Options], asked: type[Options]
-) -> dict[str, Any]:
+def with_suite(values: Json, kind: type[Options], asked: type[Options]) -> Json:
     """Return values of options with those of the suite that they name, as `asked` has them; given
     ones override it."""
     name = str(values["suite"])

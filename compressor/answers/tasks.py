@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, field, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import as_file, files
@@ -30,6 +30,7 @@ from compressor.distributed import unseen_launcher
 from compressor.errors import CompressionError, ItemError, LeftOut, reason_of, wrap_faults
 from compressor.extras import TASKS, require
 from compressor.formatting import joined
+from compressor.frozen import frozen
 from compressor.options import validated
 from compressor.progress import quiet_transformers
 
@@ -122,7 +123,7 @@ def quiet_lm_eval() -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class EvaluationTask:
     """A requested task or group of tasks, with its data loaded."""
 

@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from compressor.answers.prompts import Prompt, PromptSet, is_chat
 from compressor.errors import CompressionError
 from compressor.files import file_digest, json_object, lock_output, replacing
 from compressor.formatting import counted
+from compressor.frozen import frozen
 from compressor.model.tokenizer import render_chat
 from compressor.progress import Progress
 from compressor.prompt_date import dated
-from compressor.records import plain_json, read_as, readable_json
+from compressor.records import Json, plain_json, read_as, readable_json
 from compressor.run_record import report_in_place, request_key, versions
 
 FORMAT = "moe-compressor-traces/1"
@@ -29,7 +30,7 @@ SUFFIX = ".jsonl"
 UNENDED, EMPTY = "not ended by itself", "empty"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Traces:
     """Numbers of answers that were requested and kept, and their files."""
 
@@ -147,7 +148,7 @@ def _check_files(out: Path, manifest: Path, overwrite: bool) -> None:
         )
 
 
-def trace(prompt: Prompt, answer: Answer, tokenizer: Any, chat: bool) -> dict[str, Any]:
+def trace(prompt: Prompt, answer: Answer, tokenizer: Any, chat: bool) -> Json:
     """Return a line of the file: the whole text, which calibration reads, and the messages of a
     chat."""
     end = tokenizer.eos_token or ""

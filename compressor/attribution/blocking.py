@@ -93,7 +93,7 @@ class _Masked(TorchFunctionMode):
         return result.index_fill_(-1, self.blocked.to(result.device), -torch.inf)
 
 
-@dataclass(slots=True)
+@dataclass
 class Blocking(LayerVisitor):
     """Blocks experts of every layer that passes; the first visitor, so that others see what is
     left."""

@@ -7,11 +7,11 @@ to the residual stream. R routers (receivers), T tokens, E experts."""
 import math
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
+from compressor.frozen import frozen
 from compressor.recipe.hubs import RoutedExpert
 from compressor.tolerance import rounded
 
@@ -47,7 +47,7 @@ def adds_up(kind: str, module: str, split: Container[str]) -> bool:
 ByReceiver = tuple[float | None, ...]  # [R]; None for routers that come before the sender
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Receiver:
     """One router whose logits are decomposed."""
 
@@ -58,7 +58,7 @@ class Receiver:
     unexplained: float
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Sender:
     """One component, and the figures of its sub-scores for each receiver: None for routers that
     come before it."""
@@ -96,7 +96,7 @@ class Sender:
         return labels.get(self.kind, f"L{self.layer} {self.kind}")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Output(RoutedExpert):
     """Size of one routed expert's outputs, before its gate weight."""
 
@@ -106,7 +106,7 @@ class Output(RoutedExpert):
     max_entry: float  # largest absolute entry
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class KeyInfluence:
     """One head's influence on one sequence by key token; shares of the sum over all queries and
     keys."""
@@ -125,7 +125,7 @@ class KeyInfluence:
     last: tuple[float, ...] = ()  # [L] of each key for the last query alone, summed over routers
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ScoreEdge:
     """A sender's part in one expert's score: mean of the squared centred sub-score, over E.
 
@@ -138,7 +138,7 @@ class ScoreEdge:
     influence: float
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Together:
     """Two experts of consecutive routers that more tokens pass one after the other than chance
     would send."""
@@ -150,7 +150,7 @@ class Together:
     excess: float
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Attribution:
     """All figures of one run."""
 
@@ -180,7 +180,7 @@ class Attribution:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class KindShare:
     """The share of the influence that comes from components of one kind."""
 

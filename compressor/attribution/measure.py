@@ -36,7 +36,7 @@ from compressor.data.batches import Calibration
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.model.opened import OpenModel, shared_experts
-from compressor.model.streaming import Forward
+from compressor.model.streaming import TINY, Forward
 from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import Clock, Progress
 from compressor.run_record import versions
@@ -92,7 +92,7 @@ def attribute(
         figures[1] = routers.logits[0].abs().amax((0, 2)).cpu()
         figures[2] = projection.remainder.abs().amax((0, 2)).cpu()
     variances, largest, missed = ranks().all_reduce(figures)
-    unexplained = missed / largest.clamp(min=torch.finfo(torch.float32).tiny)
+    unexplained = missed / largest.clamp(min=TINY)
     tolerance = FLOAT32_TOLERANCE if model.partial.dtype == torch.float32 else HALF_TOLERANCE
     receivers = []
     for number, layer in enumerate(routers.layers):
@@ -161,7 +161,7 @@ class _Products(TorchFunctionMode):
         return result
 
 
-@dataclass(slots=True)
+@dataclass
 class _ByKey(TracedPass):
     """Splits heads by key token, sequence by sequence: those whose input to the projection is a
     product."""
@@ -224,7 +224,7 @@ class _ByKey(TracedPass):
             by_router: Tensor = torch.cat(scales, -1).square() @ torch.cat(variances, -1).T
             # It is [L, L] by query and key, summed over the routers.
             influence = weights[0, head.number].float().square() * by_router
-            total = max(float(influence.sum()), torch.finfo(torch.float32).tiny)
+            total = max(float(influence.sum()), TINY)
             self.split[head.layer, batch, number] = KeyInfluence(
                 module=head.module,
                 layer=head.layer,

@@ -6,7 +6,6 @@ After "Understanding Cross-Layer Contributions to Mixture-of-Experts Routing in 
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +38,7 @@ from compressor.document.drawing import (
 )
 from compressor.document.picture import FONT, Drawing
 from compressor.formatting import counted, readable
+from compressor.frozen import frozen
 from compressor.recipe.hubs import Hub
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ BAR = 1.05  # a colour bar with its label
 Group = tuple[str, Sequence[Pair], dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Panel:
     """One heat map of a figure with several."""
 
@@ -245,16 +245,18 @@ def pictures(
     title = "influence of single experts and heads"
     experts = _heat("experts", title, " ".join(described), attribution, [panels])
 
-    components = []
-    for number, (kind, title) in enumerate(GROUPS.items()):
-        components.append((title, [*pairs(attribution, kind)], _style(number)))
+    components = [
+        (title, [*pairs(attribution, kind)], _style(number))
+        for number, (kind, title) in enumerate(GROUPS.items())
+    ]
     # experts that are no hubs, the strongest hubs by name, and the others
-    named: dict[tuple[str, int | None], str] = {}
-    for number, hub in enumerate(hubs):
-        named[hub.module, hub.expert] = f"hub {hub.label}" if number < HUBS_NAMED else "more hubs"
-    members = dict[str, list[Pair]]()
-    for label in ("no hub", "more hubs", *named.values()):
-        members[label] = []
+    named: dict[tuple[str, int | None], str] = {
+        (hub.module, hub.expert): f"hub {hub.label}" if number < HUBS_NAMED else "more hubs"
+        for number, hub in enumerate(hubs)
+    }
+    members: dict[str, list[Pair]] = {
+        label: [] for label in ("no hub", "more hubs", *named.values())
+    }
     for pair in pairs(attribution, "expert"):
         members[named.get((pair.sender.module, pair.sender.number), "no hub")].append(pair)
     plain = {"marker": ".", "markersize": 3 if len(members["no hub"]) < 2000 else 1.5}

@@ -42,7 +42,7 @@ class Component(NamedTuple):
     number: int | None = None  # of the expert or the head
 
 
-@dataclass(slots=True)
+@dataclass
 class Tally:
     """One sender's sums so far; those of `FIGURES` for each router."""
 
@@ -81,7 +81,7 @@ class Tally:
         return Output(*expert, self.tokens, mean_norm, self.max_norm, self.max_entry)
 
 
-@dataclass(slots=True)
+@dataclass
 class Projection(TracedPass):
     """Projects every component onto the routers that it reaches, and adds up the effects.
 

@@ -3,7 +3,6 @@ pictures."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +35,9 @@ from compressor.document.markdown import markdown
 from compressor.document.picture import png
 from compressor.files import write_files
 from compressor.formatting import percent, short
+from compressor.frozen import frozen
 from compressor.recipe.hubs import Hub, RoutedExpert
-from compressor.records import plain_json, report_json
+from compressor.records import Json, plain_json, report_json
 
 GRAPH = ("graph.graphml", "graph.json", "graph.png")
 NAMES = (
@@ -53,7 +53,7 @@ DIGITS = 6  # significant ones of a number in JSON
 Blocks = tuple[Block, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Findings:
     """An attribution with its hubs above a threshold and its super experts; `top` senders are
     shown."""
@@ -132,7 +132,7 @@ def rounded(content: Any) -> Any:
     return json.loads(plain, parse_float=lambda number: float(f"{float(number):.{DIGITS}g}"))
 
 
-def brief_content(findings: Findings) -> dict[str, Any]:
+def brief_content(findings: Findings) -> Json:
     """The facts that can be read at a glance, as plain JSON types."""
     attribution = findings.attribution
     content: dict[str, Any] = {
@@ -157,7 +157,7 @@ def brief_content(findings: Findings) -> dict[str, Any]:
     return plain
 
 
-def _content(expert: RoutedExpert, *figures: str) -> dict[str, Any]:
+def _content(expert: RoutedExpert, *figures: str) -> Json:
     return {name: getattr(expert, name) for name in ("module", "layer", "expert", *figures)}
 
 

@@ -23,6 +23,7 @@ from compressor.attribution.tracing import (
 )
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.model.router_logits import SCORES, Score, weights_of
@@ -42,7 +43,7 @@ def ranks_of(scores: Tensor, chosen: Tensor) -> Tensor:
     return torch.stack(above, -1)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Selection:
     """The scores that routers rank experts by: the logits or weights made of them, plus a bias [R,
     E] if any."""
@@ -110,7 +111,7 @@ def leaf_map(terms: Sequence[Term], leaf: str) -> LeafMap | None:
     return LeafMap(token, tuple(term.chain for term in entering))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class View:
     """The view of neighbouring routers on values: their numbers, rows [r * E, H'] and factors [T,
     r]."""
@@ -145,7 +146,7 @@ def refuse(model: OpenModel, decoder_layer: str, why: str) -> CompressionError:
     )
 
 
-@dataclass(slots=True)
+@dataclass
 class ObservedRouters(TracedPass):
     """Every router's logits, choices and view of the stream, and every layer's map of the stream.
 
@@ -268,9 +269,10 @@ class ObservedRouters(TracedPass):
             if len(present) == len(self.layers):
                 bias = torch.stack(present)
                 tried += [Selection(score, bias, mask) for score in (None, *SCORES)]
-        observed = []
-        for batch, logits in self.logits.items():
-            observed.append((logits[:SELECTION_TOKENS], self.chosen[batch][:SELECTION_TOKENS]))
+        observed = [
+            (logits[:SELECTION_TOKENS], self.chosen[batch][:SELECTION_TOKENS])
+            for batch, logits in self.logits.items()
+        ]
         groups = [layer.routing_groups for layer in self.layers]
         self.selection = find_selection(tried, observed, self.valid, groups)
         for batch, logits in self.logits.items():

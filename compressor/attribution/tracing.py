@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from compressor.frozen import frozen
 from compressor.model.experts import Choices, moe_hooks
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.streaming import Forward, LayerVisitor
@@ -62,7 +63,7 @@ class Term(NamedTuple):
 Terms = tuple[Term, ...]
 
 
-@dataclass(slots=True)
+@dataclass
 class Context:
     """The state that all traced tensors of one run of a layer share."""
 
@@ -304,7 +305,7 @@ class Logits(NamedTuple):
     chosen: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Heads:
     """Input [T, heads, size] of an attention's output projection, its weight [H, heads, size] and
     bias [H]."""
@@ -314,7 +315,7 @@ class Heads:
     bias: Tensor | None = None
 
 
-@dataclass(slots=True)
+@dataclass
 class LayerTrace:
     """One batch's pass through a decoder layer. Leaves are named by module; the input's is
     `STREAM`."""

@@ -13,7 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import filter as matching
 from fractions import Fraction
 from pathlib import Path
@@ -27,7 +27,8 @@ from torch import Tensor
 
 from compressor.errors import CompressionError, reason_of
 from compressor.files import NAME_ONE, TEMPLATES
-from compressor.records import RESTORE, read_object
+from compressor.frozen import frozen
+from compressor.records import RESTORE, Json, read_object
 
 # views of files are only read
 warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
@@ -83,7 +84,7 @@ PART = re.compile(
 LARGEST_NUMBER = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7C}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TensorInfo:
     """The position of one tensor: `begin` and `end` are absolute byte offsets in its file.
 
@@ -115,7 +116,7 @@ class TensorInfo:
         return dtype is not None and dtype.is_floating_point and dtype.itemsize > 1
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Size:
     """Weights and bytes of several tensors."""
 
@@ -190,7 +191,7 @@ def read_weight_map(index_path: Path) -> dict[str, Any]:
     return weight_map
 
 
-def named_head(names: Collection[str], config: Mapping[str, Any]) -> str | None:
+def named_head(names: Collection[str], config: Json) -> str | None:
     """Return the file of weights, or the index of several, that stock transformers chooses; None if
     there is none."""
     chosen = config.get(WEIGHTS)
@@ -209,7 +210,7 @@ def an_adapter(place: str, beside_weights: bool = False) -> CompressionError:
     )
 
 
-def find_head(place: str, names: Collection[str], config: Mapping[str, Any]) -> str:
+def find_head(place: str, names: Collection[str], config: Json) -> str:
     """Return the file of weights, or the index of several, that stock transformers loads from a
     folder or repository.
 
@@ -242,13 +243,13 @@ def find_head(place: str, names: Collection[str], config: Mapping[str, Any]) -> 
     raise CompressionError(f"{place} {message}; {hint}")
 
 
-def weights_head(folder: Path, config: Mapping[str, Any]) -> Path:
+def weights_head(folder: Path, config: Json) -> Path:
     """Return the file that `find_head` finds in a folder."""
     names = {path.name for path in folder.iterdir() if path.is_file()}
     return folder / find_head(str(folder), names, config)
 
 
-def config_field(raw_config: Mapping[str, Any], name: str) -> Any:
+def config_field(raw_config: Json, name: str) -> Any:
     """Return a field of a config's JSON, or of one of the configs in it; None if it is absent or
     empty."""
     for node in (raw_config, *raw_config.values()):
@@ -257,7 +258,7 @@ def config_field(raw_config: Mapping[str, Any], name: str) -> Any:
     return None
 
 
-def quantization_of(folder: Path, raw_config: Mapping[str, Any]) -> dict[str, Any]:
+def quantization_of(folder: Path, raw_config: Json) -> Json:
     """Return the quantisation in config.json or in modelopt's own file; empty if neither has
     one."""
     declared = config_field(raw_config, "quantization_config")
@@ -273,21 +274,19 @@ def quantization_of(folder: Path, raw_config: Mapping[str, Any]) -> dict[str, An
     return {"quant_method": "modelopt", **content} if content else {}
 
 
-def packs_nothing(quantization: Mapping[str, Any]) -> bool:
+def packs_nothing(quantization: Json) -> bool:
     """Return True if a quantisation of compressed-tensors names no weights, as that of a pruned
     model may."""
     is_named = quantization.get("config_groups") or quantization.get("kv_cache_scheme")
     return quantization.get("quant_method") == "compressed-tensors" and not is_named
 
 
-def modelopt_file(folder: Path) -> dict[str, Any]:
+def modelopt_file(folder: Path) -> Json:
     """Return the content of modelopt's own file; empty if there is none."""
     return read_object(folder / MODELOPT) if (folder / MODELOPT).is_file() else {}
 
 
-def counted(
-    tensors: Mapping[str, TensorInfo], quantization: Mapping[str, Any]
-) -> dict[str, TensorInfo]:
+def counted(tensors: Mapping[str, TensorInfo], quantization: Json) -> dict[str, TensorInfo]:
     """Return the tensors of a quantised checkpoint with the number of weights in an element."""
     declared = []  # bits by a class of modules, or by a name or pattern of names
     for group in (quantization.get("config_groups") or {}).values():

@@ -7,10 +7,9 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from huggingface_hub import HfApi, errors, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.hf_api import RepoFile
@@ -32,6 +31,7 @@ from compressor.distributed import ranks
 from compressor.entry_points import kind_of_file
 from compressor.errors import CompressionError, reason_of, without_tokens
 from compressor.files import NAME_ONE, SUMS, TEMPLATES, is_local, json_object
+from compressor.frozen import frozen
 from compressor.progress import Progress, Silent
 
 PASSING = (408, 429)  # temporary answers: too slow, too many requests
@@ -83,7 +83,7 @@ PAUSE_SECONDS = 1.0
 SILENT = Silent()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ModelRepository:
     """A model's repository at one commit: the files at its top, and its chat templates."""
 
@@ -234,13 +234,18 @@ def _fetch(
     return Path(path)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ModelSource:
     """A model as the user named it, and the folder of its files."""
 
     name: str  # the Hub id, or the folder's absolute path
     revision: str | None  # the commit for a Hub id; None for a folder
     folder: Path
+
+    @classmethod
+    def of(cls, folder: Path) -> Self:
+        """A model in a folder."""
+        return cls(str(folder), None, folder)
 
     @property
     def label(self) -> str:
@@ -274,7 +279,7 @@ def locate(
             raise CompressionError(f"{model} is not a folder; {NAME_ONE}")
         folder = Path(model).resolve()
         refuse_links(folder)
-        return ModelSource(str(folder), None, folder)
+        return ModelSource.of(folder)
     repository = find_repository(model, revision)
     if isinstance(repository, Path):
         return ModelSource(model, repository.name, repository)

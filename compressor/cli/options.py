@@ -5,7 +5,6 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType, UnionType
@@ -18,6 +17,7 @@ from typer.models import OptionInfo
 from compressor.answers.options import ServerOptions
 from compressor.cli.terminal import PROGRAM
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.options import separated, validated
 from compressor.progress import Progress
 from compressor.quality_gate.options import BehaviourOptions, GateOptions
@@ -28,6 +28,7 @@ from compressor.recipe.recipe import (
     Resident,
 )
 from compressor.recipe.step import TextOptions
+from compressor.records import Json
 
 Parameter = inspect.Parameter
 Choices = list[tuple[str, Parameter]]  # a field, and the option that sets it
@@ -45,7 +46,7 @@ HELP_ALL = "help_all"
 TYPE_NAMES = {bool: "yes | no", str: "text", Path: "path", int: "int", float: "float"}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Described:
     """A field of a class of options."""
 
@@ -232,7 +233,7 @@ class Running(ModelOptions):
     as_json: bool = False
     """Print JSON instead of a table."""
 
-    def reading(self, progress: Progress) -> dict[str, Any]:
+    def reading(self, progress: Progress) -> Json:
         """Return the arguments of a function that reads a model and computes."""
         return {
             "device": self.device,
@@ -241,7 +242,7 @@ class Running(ModelOptions):
             "progress": progress,
         }
 
-    def making(self, progress: Progress) -> dict[str, Any]:
+    def making(self, progress: Progress) -> Json:
         """Return the arguments of a function that makes a model, whose record names the command."""
         called = Path(sys.argv[0])  # by another program's code, it may be
         ours = called.stem == PROGRAM or called.parts[-2:] == ("compressor", "__main__.py")

@@ -120,7 +120,7 @@ def generate(
     from compressor.checkpoint.source import ModelSource
 
     text = sys.stdin.read().removesuffix("\n").removesuffix("\r") if prompt == "-" else prompt
-    model = OnnxModel(ModelSource(str(folder), None, folder), running.device)
+    model = OnnxModel(ModelSource.of(folder), running.device)
     asked = Prompt.of(text, where="the prompt")
     continuation = model.continuation(asked, GenerationOptions(**options))
     if not running.as_json:

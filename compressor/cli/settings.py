@@ -8,7 +8,7 @@ import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from compressor.cli.options import Choices, flag, options_of
 from compressor.entry_points import read_option
@@ -27,6 +27,7 @@ from compressor.recipe.recipe import (
     with_values,
 )
 from compressor.recipe.step import TextOptions
+from compressor.records import Json
 from compressor.steps.correct.options import Correct
 
 SUFFIXES = (".yaml", ".yml")
@@ -62,7 +63,7 @@ PATHS = {
 }
 NAMES = {path: name for name, path in PATHS.items()}
 # each short for values of other options, which win when they are given
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS: Mapping[str, Json] = {
     "fast": {
         "prune.strategy": "energy",
         "prune.sequential": True,
@@ -162,14 +163,14 @@ def paths_spelled_out(arguments: Sequence[str]) -> list[str]:
     return spelled
 
 
-def preset(fast: bool, best: bool) -> Mapping[str, Any]:
+def preset(fast: bool, best: bool) -> Json:
     """Return the values that --fast or --best stands for, by path; none without them."""
     if fast and best:
         raise CompressionError("--fast and --best are two ends of one choice; give one of them")
     return PRESETS["fast"] if fast else PRESETS["best"] if best else {}
 
 
-def recipe_of(model: str, flags: Mapping[str, Any], settings: Sequence[str] | None) -> Recipe:
+def recipe_of(model: str, flags: Json, settings: Sequence[str] | None) -> Recipe:
     """Return the recipe that a command line asks for; `model` may be a recipe's file, changed by
     flags and settings."""
     values = dict(flags)

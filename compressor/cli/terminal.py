@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
@@ -32,12 +33,12 @@ PROGRAM = "moe-compress"
 Command = Callable[..., None]
 
 
+@dataclass
 class Bars:
     """One progress bar for each phase, on stderr, naming the layer that was finished last. Phases
     may be nested."""
 
-    def __init__(self, bars: Progress) -> None:
-        self.bars = bars
+    bars: Progress
 
     def start(self, phase: str, total: int) -> None:
         """Open a bar, in place of an earlier one of this phase."""

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,12 +10,13 @@ import torch
 from compressor.answers.asking import pad_token, padded, with_rows
 from compressor.answers.items import Item
 from compressor.errors import wrap_faults
+from compressor.frozen import frozen
 from compressor.memory import PeakMemory, give_back
 
 REPEATS = 3  # after one that is not counted
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Cost:
     """Time, and the most memory that was held beyond what was held before: the device's, on the CPU
     the process's."""
@@ -56,9 +56,10 @@ def answering_cost(
 
     It is the median in time of three runs, after one that is not counted.
     """
-    prompts = []
-    for _, rows in with_rows(items[:batch_size], model, tokenizer):
-        prompts.append(rows[0].tokens[: rows[0].start])
+    prompts = [
+        rows[0].tokens[: rows[0].start]
+        for _, rows in with_rows(items[:batch_size], model, tokenizer)
+    ]
     pad = pad_token(tokenizer)
     token_ids, mask = padded(prompts, pad, side="left")
     model.eval()

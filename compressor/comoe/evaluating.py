@@ -7,7 +7,7 @@ experts.
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +28,7 @@ from compressor.comoe.options import Projection
 from compressor.devices import pick_device
 from compressor.errors import CompressionError
 from compressor.formatting import label
+from compressor.frozen import frozen
 from compressor.model.architecture import load_config
 from compressor.model.opened import load_whole, pick_dtype
 from compressor.model.tokenizer import load_tokenizer
@@ -64,7 +65,7 @@ def collate(batch: Sequence[Example], pad: int) -> dict[str, Tensor]:
     return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Representations:
     """Points of each expert, [E, T, 2], and the silhouette of all unprojected outputs grouped by
     expert, -1 to 1."""
@@ -99,7 +100,7 @@ def project(outputs: Tensor, projection: Projection) -> Representations | None:
 Matrix = tuple[tuple[float, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TaskResult(TaskScore):
     """The score of one task, and the experts' workload and similarity on its prompts and right
     answers."""
@@ -201,7 +202,7 @@ def evaluate(
     return tuple(results)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ComoeEvaluation:
     """The results of a model with adapters by task; `base` are those of the model alone, if it was
     asked."""

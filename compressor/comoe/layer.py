@@ -10,9 +10,8 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,8 +22,9 @@ from compressor.comoe.contrastive import contrastive_loss
 from compressor.comoe.options import ComoeConfig, TuningOptions
 from compressor.errors import CompressionError
 from compressor.files import whole_folder
+from compressor.frozen import frozen
 from compressor.options import NamedOptions, validated
-from compressor.records import RESTORE, read_object
+from compressor.records import RESTORE, Json, read_object
 
 Model = TypeVar("Model", bound=nn.Module)
 SHORTEST = 1e-12  # length of a row of weights, all of which may be 0
@@ -32,7 +32,7 @@ FACTS = "comoe.json"
 TENSORS = "adapters.safetensors"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LayerCall:
     """The inputs and choices of one call of a layer, for the contrastive loss and for counting."""
 
@@ -125,9 +125,10 @@ class LoraExperts(nn.Module):
     def lengths(self) -> Tensor:
         """Return the length of each row of W + scaling * B_i A_i, [E, D_out]."""
         weight = self.weight.float()
-        lengths = []
-        for up, down in zip(self.up, self.down, strict=True):
-            lengths.append((weight + self.scaling * up @ down).norm(dim=1))
+        lengths = [
+            (weight + self.scaling * up @ down).norm(dim=1)
+            for up, down in zip(self.up, self.down, strict=True)
+        ]
         return torch.stack(lengths).clamp_min(SHORTEST)
 
     def outputs(self, call: LayerCall, indices: Tensor) -> Tensor:
@@ -221,10 +222,11 @@ def inject(model: Model, config: ComoeConfig) -> Model:
     layers = targeted(model, config)
     for target in config.targets:
         if not any(f".{name}".endswith(f".{target}") for name in layers):
-            ends = set[str]()
-            for name, module in model.named_modules():
-                if isinstance(module, nn.Linear):
-                    ends.add(name.rpartition(".")[2])
+            ends = {
+                name.rpartition(".")[2]
+                for name, module in model.named_modules()
+                if isinstance(module, nn.Linear)
+            }
             known = f"they end with {', '.join(sorted(ends))}" if ends else "it has none"
             within = f"in decoder layers {config.layers} " if config.layers else ""
             raise CompressionError(
@@ -262,7 +264,7 @@ class AdapterFacts(NamedOptions):
     config: ComoeConfig
     layers: Mapping[str, tuple[int, int]]  # features into and out of each linear layer
     model: str = ""  # that they were trained on
-    training: Mapping[str, Any] | None = None
+    training: Json | None = None
     format: Literal["moe-compressor-comoe/1"] = "moe-compressor-comoe/1"
 
 
@@ -280,16 +282,16 @@ def write_adapters(
     model: nn.Module,
     folder: Path,
     label: str = "",
-    training: Mapping[str, Any] | None = None,
+    training: Json | None = None,
 ) -> None:
     """Write both files into a folder that exists; raises `CompressionError` for a model without
     experts."""
     experts = comoe_layers(model)
     if not experts:
         raise CompressionError("the model has no LoRA experts to save; put some in with inject")
-    layers = {}
-    for name, layer in experts.items():
-        layers[name] = (layer.base.in_features, layer.base.out_features)
+    layers = {
+        name: (layer.base.in_features, layer.base.out_features) for name, layer in experts.items()
+    }
     config = next(iter(experts.values())).config
     facts = AdapterFacts(config=config, layers=layers, model=label, training=training)
     content = json.dumps(facts.model_dump(mode="json"), indent=2) + "\n"
@@ -324,9 +326,10 @@ def load_adapters(model: Model, folder: str | Path) -> Model:
     facts = read_facts(Path(folder))
     config = facts.config
     trained_on = f" ({facts.model})" if facts.model else ""
-    present = {}
-    for name, layer in targeted(model, config).items():
-        present[name] = (layer.in_features, layer.out_features)
+    present = {
+        name: (layer.in_features, layer.out_features)
+        for name, layer in targeted(model, config).items()
+    }
     shapes = dict[str, tuple[int, ...]]()
     for name in dict.fromkeys((*facts.layers, *present)):
         sizes = facts.layers.get(name), present.get(name)

@@ -46,6 +46,7 @@ from compressor.comoe.options import ComoeConfig, TuningOptions
 from compressor.devices import pick_device
 from compressor.errors import CompressionError, wrap_faults
 from compressor.files import check_folder, clear, json_object, lock_output, whole_folder
+from compressor.frozen import frozen
 from compressor.progress import Progress, Silent, quiet_transformers
 from compressor.records import plain_json
 
@@ -161,11 +162,11 @@ class ComoeTrainer(Trainer):
         self.model.load_state_dict(load_file(Path(resume_from_checkpoint) / TENSORS), strict=False)
 
 
+@dataclass
 class Reporting(TrainerCallback):
     """Reports each step to a listener, and has the last one logged."""
 
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
+    progress: Progress
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self.progress.start("Training", state.max_steps)
@@ -178,7 +179,7 @@ class Reporting(TrainerCallback):
         control.should_log |= state.global_step >= state.max_steps
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Trained:
     """The outcome of a training run; `cost` is that of the steps since its last start."""
 

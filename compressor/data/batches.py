@@ -33,6 +33,7 @@ from compressor.data.sources import (
     short_names,
 )
 from compressor.errors import CompressionError, reason_of
+from compressor.frozen import frozen
 from compressor.model.inputs import Inputs
 from compressor.prompt_date import dated
 
@@ -55,7 +56,7 @@ EVALUATION = "evaluation"
 Demand = dict[str, tuple[int, int]]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class EvaluationSet:
     """Token ids [B, L] of one source, for evaluation only."""
 
@@ -71,7 +72,7 @@ class EvaluationSet:
 EvaluationSets = tuple[EvaluationSet, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Calibration:
     """Calibration batches of token ids [B, L] without padding, each of one source and held out as a
     whole or not."""
@@ -117,7 +118,7 @@ class Calibration:
         return self.sources[batch] if self.sources else 0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TextSpec:
     """The text to read: `samples` calibration sequences, `reserve` sequences for evaluation, and
     named parts.
@@ -144,14 +145,12 @@ class TextSpec:
         if self.samples < (0 if self.parts or self.evaluation else 1) or self.sequence_length < 2:
             raise CompressionError(
                 f"--samples {self.samples} and --sequence-length {self.sequence_length} leave "
-                "nothing to run; give at "
-                "least 1 and 2"
+                "nothing to run; give at least 1 and 2"
             )
         if 0 < self.samples < least or 0 < self.reserve < least:
             raise CompressionError(
                 f"{self.samples} samples and {self.reserve} reserved sequences are too few for "
-                f"{least} calibration "
-                "sources; give one of each for every source"
+                f"{least} calibration sources; give one of each for every source"
             )
 
     def heaviest(self) -> "TextSpec":
@@ -176,7 +175,7 @@ class TextSpec:
         return next((part.length for part in self.parts.values()), self.sequence_length)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TextBatches:
     """Calibration batches, batches of named parts, and held-out sequences that nothing is fitted
     to."""
@@ -194,7 +193,7 @@ class TextBatches:
     part_sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
+@dataclass
 class _SourceText:
     """A source cut into sequences; `rest` [T] are the tokens after the calibration's and the
     reserved sequences."""

@@ -5,12 +5,12 @@ import json
 import reprlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from compressor.errors import CompressionError, ItemError, LeftOut, reason_of
 from compressor.formatting import joined
+from compressor.frozen import frozen
 from compressor.model.tokenizer import as_part, check_chat, has_chat_template, joined_text
 
 CHATS = ("messages", "conversations", "conversation")  # some data sets hold them as text
@@ -52,7 +52,7 @@ Message = dict[str, Any]
 Fields = Mapping[str, Any]  # a row, or another object
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Conversation:
     """The conversation in a row."""
 
@@ -288,8 +288,7 @@ def require_template(tokenizer: Any, what: str) -> None:
     if not has_chat_template(tokenizer):
         raise CompressionError(
             f"{what}, but the model's tokenizer has no chat template; name a column of text, or "
-            "put the template of "
-            "the instruct version beside the tokenizer"
+            "put the template of the instruct version beside the tokenizer"
         )
 
 

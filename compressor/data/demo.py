@@ -2,16 +2,17 @@
 
 import json
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from compressor.frozen import frozen
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class DemoItem:
     """A multiple-choice question, answered correctly by `choices[answer]` alone."""
 

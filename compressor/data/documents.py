@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from compressor.data.chats import (
 from compressor.data.rows import REMEDIES, Purpose, source_rows
 from compressor.data.sources import SourceSpec, WeightedSource
 from compressor.errors import CompressionError, LeftOut, wrap_faults
+from compressor.frozen import frozen
 from compressor.model.tokenizer import (
     check_vocabulary,
     first_part,
@@ -52,7 +52,7 @@ class Document(NamedTuple):
     is_chat: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TokenStream:
     """The tokens of a source's documents, one after the other."""
 

@@ -5,16 +5,17 @@ A model predicts a token at the position before it, so that position gets the to
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from compressor.frozen import frozen
 from compressor.model.inputs import Inputs
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class MarkedTokens:
     """Runs of token ids with one weight."""
 
@@ -22,7 +23,7 @@ class MarkedTokens:
     tokens: tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Emphasis:
     """Emphasised tokens by name; none by default."""
 

@@ -278,11 +278,11 @@ def _cut(processor: Any, inputs: dict[str, Any], length: int, where: str) -> Inp
         needed = int(media[0].nonzero().max()) + 1
         raise ItemError(
             f"{where} takes {needed} tokens up to the end of its last picture, more than a "
-            f"sequence's {length}; raise "
-            "--sequence-length, or give smaller pictures"
+            f"sequence's {length}; raise --sequence-length, or give smaller pictures"
         )
-    more = {}
-    for name, value in inputs.items():
-        if isinstance(value, Tensor):
-            more[name] = value[:, :length] if value.shape == shape else value
+    more = {
+        name: value[:, :length] if value.shape == shape else value
+        for name, value in inputs.items()
+        if isinstance(value, Tensor)
+    }
     return Inputs.of(ids[:, :length].contiguous(), media[:, :length], more)

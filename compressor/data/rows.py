@@ -7,7 +7,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import BytesIO, TextIOWrapper
 from itertools import chain, groupby, islice
 from operator import itemgetter
@@ -29,6 +29,7 @@ from compressor.data.sources import (
     has_text_suffix,
 )
 from compressor.errors import CompressionError, ItemError, reason_of, wrap_faults
+from compressor.frozen import frozen
 
 # also the names of options
 Purpose = Literal["calibration", "heldout", "prompts", "text", "answers", "items"]
@@ -43,7 +44,7 @@ C4 = "allenai/c4"  # without a config of that name, "en" is read
 WINDOW = 10_000  # rows of a streamed data set that are shuffled together
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SourceRows:
     """Rows of a source, to be read once."""
 
@@ -244,7 +245,6 @@ def _data_set_rows(address: SourceSpec, seed: int, purpose: str) -> Iterator[Row
     except Exception as error:  # data sets raise anything
         raise CompressionError(
             f"{purpose} data {str(address)!r} is no file, and cannot be read as a data set "
-            f"({reason_of(error)}); "
-            f"pass --{purpose} with a text or JSONL file, ID:CONFIGURATION@SPLIT of a data set, "
-            "or 'demo'"
+            f"({reason_of(error)}); pass --{purpose} with a text or JSONL file, "
+            "ID:CONFIGURATION@SPLIT of a data set, or 'demo'"
         ) from error

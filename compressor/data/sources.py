@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from fractions import Fraction
 from os.path import abspath, exists, isfile
 from pathlib import Path
@@ -15,8 +15,10 @@ from typing import Any
 
 from compressor.errors import CompressionError, without_tokens
 from compressor.formatting import distinct
+from compressor.frozen import frozen
 from compressor.options import Options, validated
 from compressor.plain_yaml import read_yaml
+from compressor.records import Json
 
 DEFAULT_SOURCE = "blend"
 BLEND = Path(__file__).with_name("blend.yaml")
@@ -68,7 +70,7 @@ def refuse_absent_texts(sources: Iterable[Any], purpose: str = "calibration") ->
         raise CompressionError(f"{purpose} file {name} does not exist; {NAME_TEXT}")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SourceSpec:
     """The parts of `ID:config@split@revision#column`; the name is an id, the path of a file or
     folder, or `demo`."""
@@ -91,7 +93,7 @@ class SourceSpec:
         return self.name + "".join(sign + part for sign, part in signed if part is not None)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class GivenTexts:
     """Texts or rows given in Python, named by a digest of their content."""
 
@@ -125,7 +127,7 @@ class GivenTexts:
         return self.name
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class WeightedSource:
     """A file, a data set, the demo, or rows given in Python, and its share of the sequences."""
 
@@ -165,7 +167,7 @@ def read_blend(name: str = DEFAULT_SOURCE) -> list[BlendEntry]:
     return [validated(BlendEntry, entry, str(path)) for entry in content]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TextPart:
     """Text that a step trains on."""
 
@@ -314,7 +316,7 @@ def short_names(sources: Sequence[str]) -> tuple[str, ...]:
     return tuple(distinct(names))
 
 
-def with_folders(identity: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def with_folders(identity: Json | None) -> dict[str, Any] | None:
     """Return the identity with absolute paths, valid from any working folder."""
 
     def absolute(source: str) -> str:
@@ -325,12 +327,12 @@ def with_folders(identity: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return None if identity is None else _renamed(identity, absolute)
 
 
-def without_folders(identity: Mapping[str, Any]) -> dict[str, Any]:
+def without_folders(identity: Json) -> dict[str, Any]:
     """Return the identity with file names in place of paths, without access tokens."""
     return _renamed(identity, lambda source: without_tokens(local_name(source)))
 
 
-def _renamed(identity: Mapping[str, Any], name: Callable[[str], str]) -> dict[str, Any]:
+def _renamed(identity: Json, name: Callable[[str], str]) -> dict[str, Any]:
     """Return the identity with its sources renamed by `name`."""
     if "sources" not in identity:
         return {**identity, "source": name(identity["source"])}

@@ -10,7 +10,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from compressor.distributed import ranks
 from compressor.divergence.evaluator import Evaluator, rows_at_once
 from compressor.divergence.logits import LogitReader, require_head
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.model.opened import OpenModel
-from compressor.model.streaming import LayerVisitor, Pass, allocate, hidden_of
+from compressor.model.streaming import TINY, LayerVisitor, Pass, allocate, hidden_of
 from compressor.model.tokenizer import load_tokenizer
 from compressor.progress import Progress
 from compressor.tensor_cache import load_tensors, read_metadata, save_tensors
@@ -34,7 +35,7 @@ LEAST = -60.0  # the logarithm of a mass of nothing, as far as float32 is concer
 CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Distributions:
     """Ids and log probabilities [B, L, K] of a batch's top tokens, and the log of the other tokens'
     mass [B, L]."""
@@ -61,15 +62,13 @@ def check_base(smaller: OpenModel, base: OpenModel) -> None:
     if smaller.vocabulary != base.vocabulary:
         raise CompressionError(
             f"{base.source.label} knows {base.vocabulary} tokens, {smaller.source.label} "
-            f"{smaller.vocabulary}; "
-            "name the model that the checkpoint was made of"
+            f"{smaller.vocabulary}; name the model that the checkpoint was made of"
         )
     smaller_tokenizer = load_tokenizer(smaller.source.folder)
     if smaller_tokenizer.get_vocab() != load_tokenizer(base.source.folder).get_vocab():
         raise CompressionError(
             f"{base.source.label} and {smaller.source.label} have different tokenizers; name the "
-            "model that the "
-            "checkpoint was made of"
+            "model that the checkpoint was made of"
         )
 
 
@@ -204,4 +203,4 @@ def top_divergence(base: Distributions, logits: Tensor) -> Tensor:
 def _log_rest(logs: Tensor) -> Tensor:
     """Return the log of what these log probabilities [..., K] leave of 1."""
     rest = 1 - logs.exp().sum(-1)
-    return rest.clamp_min(torch.finfo(torch.float32).tiny).log().clamp_min(LEAST)
+    return rest.clamp_min(TINY).log().clamp_min(LEAST)

@@ -5,22 +5,22 @@ Every plain `str` is data: each renderer shows it as it is written, whatever it 
 renderer's language."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from compressor.document.picture import Drawing
+from compressor.frozen import frozen
 
 Tone = Literal["good", "bad", "unsure"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Code:
     """Words of a program within a line: a name of a file or a tensor, an option, a digest."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Link:
     """Words that lead to a web address, or to a heading of the same page by '#' and its anchor."""
 
@@ -28,21 +28,21 @@ class Link:
     target: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Strong:
     """Words that stand out."""
 
     words: "Words"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Note:
     """Words beside the point, in small letters where there are any."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Toned:
     """Words that tell good from bad; their colour only repeats what they say."""
 
@@ -51,7 +51,7 @@ class Toned:
     sign: str = ""  # stands before the words where colours do
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Marked:
     """Words of a quoted text that a reader looks for."""
 
@@ -63,7 +63,7 @@ Span = Code | Link | Strong | Note | Toned | Marked
 Words = str | Span | tuple["Words", ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Heading:
     """A heading; those of level 2 with an anchor begin the sections of a page."""
 
@@ -72,7 +72,7 @@ class Heading:
     anchor: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Text:
     """A paragraph."""
 
@@ -80,14 +80,14 @@ class Text:
     tone: Tone | Literal["", "note"] = ""  # "note" for small print
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Items:
     """A list with bullets."""
 
     items: Sequence[Words]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Listing:
     """Lines of a program, shown as they are."""
 
@@ -95,14 +95,14 @@ class Listing:
     language: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Facts:
     """Names and what they stand for."""
 
     pairs: Collection[tuple[str, "Words | Items"]]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Table:
     """Rows of cells; the first column and those in `texts` hold words, the others numbers."""
 
@@ -119,7 +119,7 @@ class Table:
         return not place or self.columns[place] in self.texts
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Figure:
     """Drawings under one caption, such as one for each layer."""
 
@@ -136,7 +136,7 @@ class Figure:
         return " ".join(f"{drawing.title}: {drawing.alt}" for drawing in self.drawings)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Details:
     """Blocks that fold away below their summary; a terminal leaves them out."""
 
@@ -144,7 +144,7 @@ class Details:
     blocks: Sequence["Block"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Side:
     """Texts to compare below what they answer, and the value that each filter knows them by."""
 
@@ -154,7 +154,7 @@ class Side:
     values: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Sides:
     """Texts side by side, which a page can filter by the values of each name; only pages show
     them."""

@@ -7,11 +7,12 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 from compressor.formatting import readable
+from compressor.frozen import frozen
 
 if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
@@ -53,7 +54,7 @@ SHAPE = re.compile(r' (?:d|x|y|width|height|transform)="[^"]*"')
 LONG = re.compile(r"(?<=\d\.\d\d)\d+")  # more digits of a point than an eye can see
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Drawing:
     """One picture: `draw` fills a figure of `size`, its width and height in inches."""
 

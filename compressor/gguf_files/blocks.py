@@ -11,6 +11,7 @@ from compressor.checkpoint.reader import Size
 from compressor.errors import CompressionError
 from compressor.extras import require
 from compressor.formatting import counted, joined
+from compressor.frozen import frozen
 from compressor.gguf_files.header import Gguf, GgufTensor, open_gguf
 from compressor.model.inspection import PARTS, Part, SmallerSize, candidates
 from compressor.model.moe_layer import MoeLayer, check_count
@@ -33,7 +34,7 @@ FINGERPRINT = "gguf:"
 PLANS = "moe_compressor.plans"  # the key of the metadata with the plans that a model was made by
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Blocks:
     """The MoE blocks of a GGUF model. A layer is called blk.N, and N is its number."""
 

@@ -171,9 +171,10 @@ def plan_gguf(
         raise CompressionError(
             f"--protect {protect} needs a checkpoint and text; name a JSON list of experts"
         )
-    entries = list[Any]()
-    for entry in with_list(protect) or ():
-        entries.append({**entry, "module": None} if isinstance(entry, dict) else entry)
+    entries = [
+        {**entry, "module": None} if isinstance(entry, dict) else entry
+        for entry in with_list(protect) or ()
+    ]
     protected = given_protected(entries, blocks.layers, keep)
     seen = {tensor.name for tensor in matrix.tensors}
     layers = list[LayerPlan]()

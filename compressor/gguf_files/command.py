@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import compressor
 from compressor.cli.options import Running
@@ -17,6 +17,7 @@ from compressor.errors import CompressionError
 from compressor.extras import require
 from compressor.formatting import counted, human_bytes, human_count, ranges
 from compressor.gguf_files.header import SUFFIX, has_magic
+from compressor.records import Json
 from compressor.report.inspection import inspected_sizes
 
 if TYPE_CHECKING:  # loaded only where there is a GGUF file
@@ -69,15 +70,13 @@ def inspect(model: str, experts: int | None, as_json: bool) -> None:
     print_report(as_json, asdict(report), [*blocks, *inspected_sizes(report)])
 
 
-def plan(model: str, flags: Mapping[str, Any], imatrix: Path | None) -> "Plan":
+def plan(model: str, flags: Json, imatrix: Path | None) -> "Plan":
     """Return a plan for a file."""
     made: Plan = compressor.plan_gguf(model, **_choices(flags, imatrix))
     return made
 
 
-def compress(
-    model: str, output: Path, flags: Mapping[str, Any], imatrix: Path | None, running: Running
-) -> None:
+def compress(model: str, output: Path, flags: Json, imatrix: Path | None, running: Running) -> None:
     """Write a file with fewer experts."""
     with progress_bars(running.as_json) as progress:
         summary = compressor.compress_gguf(
@@ -99,7 +98,7 @@ def apply(plan_file: Path, model: str, output: Path, running: Running) -> None:
     _show_summary(summary, running.as_json)
 
 
-def _choices(flags: Mapping[str, Any], imatrix: Path | None) -> dict[str, Any]:
+def _choices(flags: Json, imatrix: Path | None) -> Json:
     chosen = {name: flags.get(f"prune.{name}") for name in CHOOSING}
     return {**chosen, "strategy": chosen["strategy"] or "auto", "imatrix": imatrix}
 

@@ -7,12 +7,13 @@ import math
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
 from compressor.errors import CompressionError
 from compressor.extras import require
+from compressor.frozen import frozen
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -39,7 +40,7 @@ SPLIT_NUMBER = "split.no"
 SPLIT_COUNT = "split.count"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Value:
     """One value of the metadata: its type's number in the format, and its bytes after that
     number."""
@@ -62,7 +63,7 @@ class Value:
         return struct.unpack_from(f"<{count}{NUMBERS[inner]}", self.raw, 12)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class GgufTensor:
     """One tensor's place in its file. `shape` is outermost first, the reverse of the file: [E, out,
     in] of experts."""
@@ -91,7 +92,7 @@ class GgufTensor:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Header:
     """One file: its values in their order and its tensors in theirs, which lie one after
     another."""
@@ -117,7 +118,7 @@ class Header:
         return content if isinstance(content, str) else ""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Gguf:
     """The files of one model; the first has the metadata."""
 

@@ -4,7 +4,6 @@ rounding alone changes."""
 import math
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +12,17 @@ from pydantic import Field
 
 from compressor.errors import CompressionError
 from compressor.files import SUMS, check_parent
-from compressor.records import RESTORE, Count, Finite, plain_json, read_as, read_json, readable_json
+from compressor.frozen import frozen
+from compressor.records import (
+    RESTORE,
+    Count,
+    Finite,
+    Json,
+    plain_json,
+    read_as,
+    read_json,
+    readable_json,
+)
 
 FORMAT = 3  # of the file
 KEPT = 20  # log-probabilities of each position: the most that servers give
@@ -27,7 +36,7 @@ LEAST = -30.0  # below this a log-probability says nothing, and servers write an
 Distance = Annotated[float, Field(ge=0, le=1e6)]  # in nats
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Top:
     """The most probable next tokens after a position, the most probable first."""
 
@@ -54,7 +63,7 @@ class Top:
         return math.sqrt(total / len(tokens))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class GoldenPrompt:
     """Token ids, and what comes next after some of them."""
 
@@ -75,7 +84,7 @@ class GoldenPrompt:
         return self.ids[: len(self.ids) - self.continued]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class GoldenAnswers:
     """Answers of one model."""
 
@@ -88,7 +97,7 @@ class GoldenAnswers:
     bands: Mapping[str, tuple[Distance, ...]]  # how far each kind of rounding moves each answer
     texts: Mapping[str, str]  # of the tokens among the answers, by id
     is_chat: bool  # texts are messages of a user, in the chat template
-    config: Mapping[str, Any]  # its numbers and switches
+    config: Json  # its numbers and switches
     fingerprints: Mapping[str, str]  # of its weights, by tensor
     date: str | None = None  # in prompts whose template asks for it
 

@@ -95,7 +95,7 @@ def find_cause(
         if cause is not None or faulty.source.folder.samefile(reference):
             return cause
     try:
-        model = open_exactly(ModelSource(str(reference), None, reference), device)
+        model = open_exactly(ModelSource.of(reference), device)
     except CompressionError:  # there is no model
         return None
     constants = constants_of(model)
@@ -127,10 +127,12 @@ def find_cause(
             pairs = zip(answers[0], answers[number], strict=True)
             effects = [top.distance(nudged) for top, nudged in pairs]
             sides = zip(effects, distances[0], distances[number], strict=True)
-            steps = list[float]()  # the median counts: tokens that change experts are few
-            for effect, before, after in sides:
-                if effect >= median(effects) and effect > 0:
-                    steps.append((before**2 + effect**2 - after**2) / (2 * effect**2))
+            # the median counts: tokens that change experts are few
+            steps = [
+                (before**2 + effect**2 - after**2) / (2 * effect**2)
+                for effect, before, after in sides
+                if effect >= median(effects) and effect > 0
+            ]
             if steps:
                 step = median(steps) * (NUDGE - 1)
                 fitted += [maker.scaled(1 + factor * step) for factor in FACTORS]

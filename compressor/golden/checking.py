@@ -104,8 +104,7 @@ def ask_folder(
     if model.vocabulary <= max(max(prompt.ids) for prompt in golden.prompts):
         raise CompressionError(
             f"{source.label} is another model: it knows {model.vocabulary} tokens, and the golden "
-            "answers are of one "
-            f"that knows {golden.vocabulary}; name its own with --answers"
+            f"answers are of one that knows {golden.vocabulary}; name its own with --answers"
         )
     quantization = model.checkpoint.quantization
     if quantization:

@@ -6,12 +6,12 @@ were written. A fault moves them further, or only those that it reaches. Where t
 nearly tied, rounding may exchange them: so the median counts, and a few answers may be far off."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import inf, isfinite
 from statistics import median
 from typing import Literal
 
 from compressor.document.blocks import Block, Facts, Text
+from compressor.frozen import frozen
 from compressor.golden.answers import GoldenAnswers, Top
 from compressor.model.opened import OpenModel
 
@@ -36,7 +36,7 @@ TOKENS = "its chat template, or its tokenizer, makes other tokens of the same te
 CACHE = "answers after new tokens differ, and those to prompts do not: look at its key-value cache"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Answered:
     """What was asked, and its answers."""
 
@@ -51,7 +51,7 @@ class Answered:
     model: OpenModel | None = None  # that was asked, if it is a checkpoint
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Verdict:
     """What a comparison with golden answers says."""
 
@@ -111,12 +111,14 @@ def is_even(distances: Sequence[float], limits: Sequence[float]) -> bool:
 
 def compare(golden: GoldenAnswers, answered: Answered) -> Verdict:
     """Return the verdict on answers, by the narrowest band that holds them."""
-    distances = dict[int, float]()  # by number of the answer
-    for number, (first, second) in enumerate(
-        zip(answered.golden or golden.top, answered.top, strict=True)
-    ):
-        if first is not None and second is not None:
-            distances[number] = first.distance(second)
+    # by number of the answer
+    distances = {
+        number: first.distance(second)
+        for number, (first, second) in enumerate(
+            zip(answered.golden or golden.top, answered.top, strict=True)
+        )
+        if first is not None and second is not None
+    }
     decoded = golden.decoded & distances.keys()
     finite = {number: distance for number, distance in distances.items() if isfinite(distance)}
     asked = answered.asked or len(golden.top)

@@ -5,7 +5,6 @@ T tokens, K top-k, E experts.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.golden.fingerprints import gate_and_up
 from compressor.model.architecture import another_top_k
 from compressor.model.constant_experts import Substitutes
@@ -47,7 +47,7 @@ TENSOR_FAULTS: tuple[tuple[str, str, bool, float], ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Fault:
     """A variant of a model, the sentence that names it, and what is added to token ids."""
 
@@ -57,7 +57,7 @@ class Fault:
     outputs: int = 0  # of answers
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class FaultMaker:
     """Makes faults of some MoE layers of a model, beside its constants."""
 

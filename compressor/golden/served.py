@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 
 from pydantic import PositiveFloat
 
@@ -12,8 +11,9 @@ from compressor.errors import CompressionError
 from compressor.golden.answers import KEPT, LEAST, GoldenAnswers, Top
 from compressor.golden.compare import FAR, Answered, widest_band
 from compressor.prompt_date import today
+from compressor.records import Json
 
-FORMS: Sequence[Mapping[str, Any]] = (  # of a request for log-probabilities, the best first
+FORMS: Sequence[Json] = (  # of a request for log-probabilities, the best first
     {"logprobs": KEPT, "return_tokens_as_token_ids": True},
     {"logprobs": KEPT},
     {"logprobs": 5},  # the most that some servers give
@@ -132,7 +132,7 @@ def ask_server(golden: GoldenAnswers, server: Server) -> Answered:
     )
 
 
-def _find_form(golden: GoldenAnswers, server: Server) -> Mapping[str, Any]:
+def _find_form(golden: GoldenAnswers, server: Server) -> Json:
     """Return the settings by which the server gives the most log-probabilities.
 
     Refuses one that makes another number of tokens of a text; one more may open it."""

@@ -7,7 +7,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from compressor.document.markdown import filled
 from compressor.document.picture import png
 from compressor.errors import CompressionError, without_tokens
 from compressor.formatting import joined, label, one_line, without_paths
+from compressor.frozen import frozen
 from compressor.model.serving import advise
 from compressor.pipeline.formats import exports_in, wrap_exporter
 from compressor.pipeline.outcome import read_plan
@@ -33,7 +34,7 @@ from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.plan import Source
 from compressor.recipe.recipe import RECIPE, recipe_of_plan, recipe_yaml
 from compressor.recipe.steps_plan import PRUNE, QUANTIZE, Plan
-from compressor.records import read_object
+from compressor.records import Json, read_object
 from compressor.report import page
 from compressor.report.data import Report, report_data
 from compressor.report.facts import facts as outcome_facts
@@ -141,7 +142,7 @@ def stored_dtypes(folder: Path, outcome: Report) -> dict[str, int]:
     return dict(dtypes.most_common())
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Card:
     """README.md with its metadata, and the pictures that it shows."""
 
@@ -308,9 +309,7 @@ def base_id(source: Source) -> str | None:
     return source.model if source.revision is not None and is_hub_id(source.model) else None
 
 
-def base_metadata(
-    source: Source, base: Path | None = None, base_model: str | None = None
-) -> Mapping[str, Any]:
+def base_metadata(source: Source, base: Path | None = None, base_model: str | None = None) -> Json:
     """Return the metadata of the base's card, in its folder `base` or on the Hub; empty where it
     can't be read."""
     from huggingface_hub import hf_hub_download
@@ -329,7 +328,7 @@ def base_metadata(
 
 
 def licence(
-    base: Mapping[str, Any], folder: Path, repository: str | None, revision: str | None
+    base: Json, folder: Path, repository: str | None, revision: str | None
 ) -> dict[str, Any]:
     """Return the base's licence as the Hub spells it; one that its list lacks becomes `other`, with
     a name."""
@@ -381,7 +380,7 @@ def metadata(
     folder: Path,
     outcome: Report,
     repo_id: str,
-    base: Mapping[str, Any],
+    base: Json,
     repository: str | None,
     formats: Sequence[str],
 ) -> "ModelCardData":

@@ -7,7 +7,6 @@ earlier model left there."""
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from compressor.answers.models import identity
@@ -23,6 +22,7 @@ from compressor.checkpoint.reader import (
 from compressor.checkpoint.source import ModelSource
 from compressor.errors import CompressionError
 from compressor.files import GOLDEN, RECEIPT, SUMS, TEMPLATES
+from compressor.frozen import frozen
 from compressor.hub.card import CARD
 from compressor.model.constant_experts import SubstitutedCheckpoint, declared
 from compressor.model.mtp import written_heads
@@ -50,7 +50,7 @@ SHOWN = re.compile(r"!\[[^\]]*\]\(\s*<?([^)\s>]+)|<img\b[^>]*?\bsrc=[\"']([^\"']
 WEIGHT_NAMES = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class VerifiedFolder:
     """A folder whose weights are what its configs say, and the files of it that belong on the
     Hub."""
@@ -98,7 +98,7 @@ def verify_folder(folder: Path) -> VerifiedFolder:
             heads = expert_plan.mtp == "keep" or not expert_plan.layers
         # constants are all there, and the rest is a whole model
         if declared(read_object(folder / "config.json")):
-            model = open_substituted(ModelSource(str(folder), None, folder), device="cpu")
+            model = open_substituted(ModelSource.of(folder), device="cpu")
             assert isinstance(model.checkpoint, SubstitutedCheckpoint)
             model.checkpoint.substitutes(model.architecture.layers, model.partial.dtype, "cpu")
             checked: Checkpoint = model.checkpoint
@@ -122,10 +122,11 @@ def verify_folder(folder: Path) -> VerifiedFolder:
             prefixes[f"{place}/{name}"] = nbytes
     # what lies openly in the folder and is not taken, sub-folders with a slash
     known = {name.split("/")[0] for name in files}
-    left_out = []
-    for path in sorted(folder.iterdir()):
-        if path.name not in known and not path.name.startswith("."):
-            left_out.append(f"{path.name}/" if path.is_dir() else path.name)
+    left_out = [
+        f"{path.name}/" if path.is_dir() else path.name
+        for path in sorted(folder.iterdir())
+        if path.name not in known and not path.name.startswith(".")
+    ]
     return VerifiedFolder(folder, export_name, files, tuple(left_out), weights, prefixes)
 
 
@@ -163,7 +164,7 @@ def require_pass(verified: VerifiedFolder, path: Path) -> GateResult:
             f"{verified.folder}; run moe-compress gate on the folder"
         )
     folder = verified.folder
-    now = identity(ModelSource(str(folder), None, folder), digests="digests" in judged)
+    now = identity(ModelSource.of(folder), digests="digests" in judged)
     by_file = []
     for facts in (judged, now):
         # weights with a digest may have another time of change

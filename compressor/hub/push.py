@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from compressor.answers.scores import REPORT
 from compressor.document.blocks import Block, Table, Text
 from compressor.errors import CompressionError
 from compressor.files import write_whole
 from compressor.formatting import counted, human_bytes
+from compressor.frozen import frozen
 from compressor.hub import repository as hub
 from compressor.hub.card import CARD, HUGGING_FACE, card_text, is_hub_id, known_here, suggested_name
 from compressor.hub.check import (
@@ -34,13 +34,13 @@ from compressor.pipeline.outcome import Outcome
 from compressor.quality_gate.report import eval_results, gate_of, verdict_line
 from compressor.quality_gate.verdict import GateResult
 from compressor.recipe.recipe import OutputOptions
-from compressor.records import read_object
+from compressor.records import Json, read_object
 from compressor.run_record import COMPRESSION
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PushedFile:
     """One file that a push sends, or would send."""
 
@@ -73,7 +73,7 @@ class PushSummary:
     def changed(self) -> bool:
         return bool(self.uploaded or self.removed)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return plain JSON types."""
         return {**asdict(self), "changed": self.changed}
 

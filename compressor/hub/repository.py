@@ -6,11 +6,12 @@ What goes wrong between here and the Hub becomes one sentence with its remedy an
 
 import re
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
 from compressor.errors import CompressionError, reason_of
+from compressor.frozen import frozen
 from compressor.run_record import versions
 
 Content = Path | bytes  # of one file: where it lies, or what it holds
@@ -45,7 +46,7 @@ BROKEN = ("the connection to the Hub broke", "check the network")
 OTHER = ("pushing failed", "mend what it names")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Remote:
     """A repository before anything is sent to it."""
 

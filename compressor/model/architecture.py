@@ -5,7 +5,7 @@ import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import reduce
 from inspect import signature
 from itertools import product
@@ -26,6 +26,7 @@ from transformers.utils import ContextManagers
 from compressor.checkpoint.quantized import declared_quantization
 from compressor.checkpoint.reader import CONFIG, packs_nothing, quantization_of
 from compressor.errors import CompressionError, reason_of
+from compressor.frozen import frozen
 from compressor.model.experts import fills_rows
 from compressor.model.moe_layer import (
     ExpertTensor,
@@ -33,7 +34,7 @@ from compressor.model.moe_layer import (
     decoder_layer_of,
     layer_number,
 )
-from compressor.records import read_object
+from compressor.records import Json, read_object
 
 
 def _tops_of(router: nn.Module, block: nn.Module, config: Any) -> Iterator[tuple[Any, str, int]]:
@@ -86,7 +87,7 @@ KERNEL_FIELDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Architecture:
     """Everything about a model that its config alone decides."""
 
@@ -97,14 +98,14 @@ class Architecture:
     decoder_layers: tuple[str, ...]  # decoder layers, dense ones included, in order
     config: Any = field(repr=False, compare=False)
     # other fields of smaller models, by path
-    written: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    written: Json = field(default_factory=dict, compare=False)
 
     @property
     def experts(self) -> int:
         """The experts per layer."""
         return self.layers[0].experts
 
-    def fields(self, count: int) -> dict[str, Any]:
+    def fields(self, count: int) -> Json:
         """Return the config's fields, by path, that smaller models have other values of."""
         return {**count_fields(self.config, self.count_field, count), **self.written}
 
@@ -114,7 +115,7 @@ class Architecture:
         return with_fields(self.config, self.fields(count))
 
 
-def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
+def with_fields(config: Any, fields: Json) -> Any:
     """Return a copy of a config with other values at dotted paths."""
     copied = copy.deepcopy(config)
     for path, value in fields.items():
@@ -123,7 +124,7 @@ def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
     return copied
 
 
-def count_fields(config: Any, path: str, count: int) -> dict[str, Any]:
+def count_fields(config: Any, path: str, count: int) -> Json:
     """Return the fields, by dotted path, by which a config has this number of experts; `path` leads
     to its one.
 
@@ -299,10 +300,10 @@ def experts_modules(model: Any) -> Iterator[tuple[str, Any]]:
 def decoder_layers(model: nn.Module) -> tuple[str, ...]:
     """Return the names of all children of every outermost ModuleList that holds experts modules, in
     model order."""
-    lists = {}  # in model order, parents first
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList):
-            lists[name] = module
+    # in model order, parents first
+    lists = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
+    }
     outermost = {}
     for name, _ in experts_modules(model):
         above = next((outer for outer in lists if name.startswith(f"{outer}.")), None)

@@ -5,7 +5,7 @@ hidden, I intermediate."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear
 from transformers.integrations.moe import _can_use_grouped_mm
 
+from compressor.frozen import frozen
 from compressor.model.moe_layer import MoeLayer
 
 Parameters = dict[str, Tensor]
@@ -47,7 +48,7 @@ def expert_parameters(experts: Any, expert: int | slice = slice(None)) -> Parame
     return {name: getattr(experts, name)[expert] for name in parameter_names(experts)}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Choices:
     """The m = n K choices of n tokens, sorted by expert and then by token; making it asks the
     device for no number."""
@@ -166,7 +167,7 @@ class ExpertsView:
         return value
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Slices:
     whole: Tensor
     change: Callable[[int, Tensor], Tensor]
@@ -175,7 +176,7 @@ class _Slices:
         return self.change(expert, self.whole[expert])
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Projections:
     """One expert in canonical layout: gate and up [I, H] (no gate: None), down [H, I]."""
 

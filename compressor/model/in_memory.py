@@ -51,7 +51,7 @@ def opened(
             # for their content
             os.utime(path, ns=(0, int(file_digest(path)[:15], 16)))
         computing = str(model.model.device) if device == "auto" else device
-        view = open_model(ModelSource(str(folder), None, folder), dtype, computing, resident)
+        view = open_model(ModelSource.of(folder), dtype, computing, resident)
         if resident != "no":  # keep its tensors that are on the device and in the right dtype
             partial = view.partial
             partial.resident = True

@@ -4,7 +4,6 @@ alone."""
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import transformers
 
@@ -13,6 +12,7 @@ from compressor.checkpoint.reader import Checkpoint, Size, TensorInfo, tensor_by
 from compressor.checkpoint.source import ModelSource, fetch_headers, locate
 from compressor.errors import CompressionError
 from compressor.files import is_local
+from compressor.frozen import frozen
 from compressor.model.constant_experts import NOT_STOCK, SubstitutedCheckpoint, declared
 from compressor.model.layout import Layout
 from compressor.model.moe_layer import MoeLayer, resolve_count
@@ -23,7 +23,7 @@ from compressor.model.verification import stock_report
 PARTS = ("routed experts", "routers", "shared experts", "attention", "embeddings", "other")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Part:
     """Stored elements and bytes of one kind of tensor."""
 
@@ -32,7 +32,7 @@ class Part:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SmallerSize:
     """The size of the model with `experts` per layer."""
 
@@ -41,7 +41,7 @@ class SmallerSize:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Inspection:
     """The report of `inspect`."""
 

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -16,6 +16,7 @@ from transformers.core_model_loading import dot_natural_key
 
 from compressor.checkpoint.reader import Checkpoint
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.model.architecture import Architecture, build_meta
 from compressor.model.loading import map_keys
 from compressor.model.moe_layer import ExpertTensor, MoeLayer, decoder_layer_of
@@ -24,7 +25,7 @@ from compressor.model.moe_layer import ExpertTensor, MoeLayer, decoder_layer_of
 Key = tuple[str, str | None, str]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Role:
     """The role of a stored tensor in the MoE layers.
 
@@ -41,7 +42,7 @@ class Role:
     extra: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Layout:
     """The roles of all stored tensors in the output, and the tensors left out."""
 
@@ -85,9 +86,7 @@ def find_layout(checkpoint: Checkpoint, architecture: Architecture, partial: Any
     checkpoint."""
     quantized = bool(checkpoint.quantization)
     keys = partial.plain_keys
-    placed = {}
-    for name, target in keys.targets.items():
-        placed[name] = (target, keys.patterns[name], "")
+    placed = {name: (target, keys.patterns[name], "") for name, target in keys.targets.items()}
     # a weight's scales go beside it; possible weights: x.up_scale -> x.weight, x.up
     weights = {}
     for name in keys.unknown if quantized else ():

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -31,6 +30,7 @@ from compressor.checkpoint.quantized import dequantizer, refuse_unread_scales, r
 from compressor.checkpoint.reader import DTYPE_BITS, Checkpoint, refuse_nan
 from compressor.devices import free_memory
 from compressor.errors import CompressionError, reason_of
+from compressor.frozen import frozen
 from compressor.memory import give_back
 from compressor.model.architecture import build_meta
 from compressor.model.moe_layer import decoder_layer_of
@@ -167,7 +167,7 @@ class ReadAhead:
             return {}, None  # `take` reads them when memory has become free
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class KeyMap:
     """The model tensor that each stored tensor fills, and its conversion pattern."""
 
@@ -333,9 +333,10 @@ class PartialModel:
         # names of scales of one for experts' weights that have none, beside experts that do: the
         # loader takes the scales of a layer in their order, so each weight needs one
         self._unit_scales = dict[str, str]()
-        stored = set()
-        for name, target in self.keys.targets.items():
-            stored.add((target, self.keys.patterns[name], name.rpartition(".")[0]))
+        stored = {
+            (target, self.keys.patterns[name], name.rpartition(".")[0])
+            for name, target in self.keys.targets.items()
+        }
         scaled = {(target, pattern) for target, pattern, _ in stored}
         for target, pattern, module in sorted(stored, key=str):
             for suffix in ("_scale", "_scale_inv"):
@@ -393,9 +394,8 @@ class PartialModel:
                 )
         if not targets:
             raise CompressionError(
-                f"no tensor of {folder} fills {kind}, for it has "
-                f"{next(iter(stored), None)!r} where the model has {min(missing)!r}; name a "
-                "checkpoint as transformers writes it"
+                f"no tensor of {folder} fills {kind}, for it has {next(iter(stored), None)!r} "
+                f"where the model has {min(missing)!r}; name a checkpoint as transformers writes it"
             )
 
     @property

@@ -5,13 +5,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ExpertTensor:
     """A state-dict entry whose dimension `dim` counts experts; its last `extra` rows belong to no
     routed expert."""
@@ -21,7 +21,7 @@ class ExpertTensor:
     extra: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class MoeLayer:
     """One Mixture-of-Experts layer, keyed by the full name of its experts module."""
 

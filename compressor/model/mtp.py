@@ -36,6 +36,7 @@ from torch.nn.functional import embedding, linear
 from compressor.checkpoint.reader import Checkpoint
 from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError, reason_of
+from compressor.frozen import frozen
 from compressor.model.architecture import build_meta, decoder_layers, head_of, with_fields
 from compressor.model.moe_layer import MoeLayer, layer_number
 from compressor.model.opened import OpenModel, open_model
@@ -68,7 +69,7 @@ OWN_LAYER = re.compile(r"layers\.(\d+)\.")
 LOGITS = 2**25  # logits computed at once: 128 MiB in float32
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class HeadNames:
     """The stored tensors of a head: in its decoder layer by the name after `prefix`, and beside it
     by part."""
@@ -386,7 +387,7 @@ class _Rows(nn.Module):
         return self.table["rows"][numbers]
 
 
-@dataclass(slots=True)
+@dataclass
 class MtpStage(LayerVisitor):
     """A model or one of its heads that text runs through; each head gets the last hidden states of
     the stage before it.

@@ -185,9 +185,8 @@ def open_checkpoint(
     missing = opened.partial.missing
     if missing:  # which stock transformers would draw at random
         raise CompressionError(
-            f"{source.folder} lacks {len(missing)} tensors that "
-            f"{opened.architecture.model_class} needs, such as {missing[0]!r}; download or save it "
-            "again"
+            f"{source.folder} lacks {len(missing)} tensors that {opened.architecture.model_class} "
+            f"needs, such as {missing[0]!r}; download or save it again"
         )
     return opened
 
@@ -294,7 +293,7 @@ def load_whole(folder: Path, kind: Any = AutoModelForCausalLM, **settings: Any) 
     if Checkpoint(folder).quantization:
         dtype = str(settings.get("dtype", "auto")).removeprefix("torch.")
         device = str(settings.get("device_map", {"": "cpu"})[""])
-        partial = open_model(ModelSource(str(folder), None, folder), dtype, device).partial
+        partial = open_model(ModelSource.of(folder), dtype, device).partial
         partial.load(partial.empty)
         with suppress(OSError):
             partial.model.generation_config = GenerationConfig.from_pretrained(str(folder))

@@ -6,7 +6,6 @@ T tokens, E experts (and any rows beyond them), H width.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -15,6 +14,7 @@ from torch.nn.functional import logsigmoid, softplus
 from torch.overrides import TorchFunctionMode
 
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.model.moe_layer import MoeLayer
 
 PRODUCTS = {"linear", "matmul", "mm", "__matmul__", "__rmatmul__"}
@@ -26,7 +26,7 @@ EXACT = 0.05
 LEAST = 1e-30  # weight in place of 0, so that its logarithm is finite
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Product:
     """One call of a router: the inputs [T, H] and logits [T, E] of its product."""
 

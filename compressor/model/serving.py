@@ -7,10 +7,11 @@ n_group the number of routing groups, and topk_group how many of them a token ma
 
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from compressor.formatting import joined
+from compressor.frozen import frozen
 
 IN_WORDS = {  # effects, from the worst
     "wrong": "wrong answers",
@@ -25,7 +26,7 @@ TO_512 = frozenset(2**power for power in range(10))
 VLLM_KERNELS = TO_512 | {192, 320, 384, 448, 576}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Served:
     """The facts of a model that decide how servers run it."""
 
@@ -114,7 +115,7 @@ CONDITIONS: Mapping[str, Callable[[Served], bool]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Rule:
     """A server's requirement of some models, and how the server treats a model that does not meet
     it; the fields are explained in `servers.toml`."""
@@ -145,7 +146,7 @@ RULES = tuple(
 SERVERS = tuple(dict.fromkeys(rule.server for rule in RULES if rule.server != TRANSFORMERS))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Breach:
     """A rule that a model breaks."""
 
@@ -157,7 +158,7 @@ class Breach:
     source: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Advice:
     """Advice on a number of experts.
 

@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_map_only
 from compressor.devices import as_float64
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.memory import give_back
 from compressor.model.architecture import head_of
 from compressor.model.inputs import Inputs, forward_inputs, tower_blocks
@@ -149,7 +150,7 @@ Forward = Callable[..., Any]
 Replay = Callable[..., None]  # (numbers of batches, maybe a forward in place of the layer's own)
 
 
-@dataclass(slots=True)
+@dataclass
 class PassPosition:
     """The current position of a pass, shared by its visitors."""
 
@@ -202,7 +203,7 @@ class LayerVisitor:
         """Act when a batch has reached the model's output."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Pass:
     """One pass of `batches` (token ids [B, L]) through a model's decoder layers, one of them in
     memory at a time.
@@ -474,7 +475,7 @@ class ReverseVisitor(LayerVisitor):
         """Act when all gradients have passed back through the layer, which is still loaded."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ReversePass:
     """`batches` (token ids [B, L]) forward through all decoder layers and back, one layer in memory
     at a time.

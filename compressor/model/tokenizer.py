@@ -6,7 +6,6 @@ import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -15,9 +14,10 @@ from typing import Any
 from pydantic import BaseModel, Field, StrictStr, TypeAdapter, ValidationError
 
 from compressor.errors import CompressionError, reason_of
+from compressor.frozen import frozen
 from compressor.model.remote_code import load_stock
 from compressor.prompt_date import dated_template
-from compressor.records import read_object
+from compressor.records import Json, read_object
 
 THINKING_END = "</think>"
 # in templates
@@ -129,7 +129,7 @@ ARGUMENT_REPR = re.compile(rf"'key': '{PROBE}'")
 TOOL = {"name": PROBE, "description": "-", "parameters": {"type": "object", "properties": {}}}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ChatForm:
     """The forms of messages that a chat template renders, found by rendering probes."""
 
@@ -140,7 +140,7 @@ class ChatForm:
     silence: tuple[str | None, ...]
     wrapped_tools: bool  # a tool has to be {"type": "function", "function": {...}}
 
-    def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def message(self, message: Json) -> dict[str, Any]:
         """Return a message in a form that the template renders; raise ValueError if there is
         none."""
         adapted = with_json_arguments(message) if self.json_arguments else dict(message)
@@ -227,7 +227,7 @@ def joined_text(parts: Sequence[Any]) -> str:
     return "\n".join(texts)
 
 
-def with_json_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+def with_json_arguments(message: Json) -> dict[str, Any]:
     """Return a message whose tool calls have arguments in JSON text, which servers and some
     templates require."""
     if not message.get("tool_calls"):

@@ -57,10 +57,9 @@ def check_carried(folder: Path, original: Path | None = None) -> None:
             if cause is not None and not isinstance(cause, ImportError):
                 raise CompressionError(
                     f"{path} names code of its own for the {kind.removeprefix('Auto').lower()} "
-                    f"({code}), which is "
-                    "neither run nor carried, and stock transformers loads none without it "
-                    f"({reason_of(cause)}); save it there in a stock form, such as a "
-                    "tokenizer.json, or move its files away and to the output"
+                    f"({code}), which is neither run nor carried, and stock transformers loads "
+                    f"none without it ({reason_of(cause)}); save it there in a stock form, such as "
+                    "a tokenizer.json, or move its files away and to the output"
                 )
     if original is None:
         return
@@ -102,7 +101,7 @@ def verify_checkpoint(folder: Path, experts: int | None, known: Collection[str])
                 f"the written config builds {name} with {count} experts instead of {experts}"
             )
     if checkpoint.quantization:
-        source = ModelSource(str(folder), None, folder)
+        source = ModelSource.of(folder)
         device = torch.device("cpu")
         opened = OpenModel.of(source, checkpoint, config, torch.bfloat16, device)
         verify_quantized(opened, known)
@@ -149,10 +148,11 @@ def _load_on_meta(
 ) -> Any:
     """Load meta tensors of the names, shapes and dtypes of all stored ones that are not `known`;
     return the report."""
-    state = {}
-    for name, info in checkpoint.tensors.items():
-        if name not in known:
-            state[name] = torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype], device="meta")
+    state = {
+        name: torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype], device="meta")
+        for name, info in checkpoint.tensors.items()
+        if name not in known
+    }
     conversions = get_model_conversion_mapping(model, None, quantizer)
     for conversion in conversions:
         if getattr(conversion, "force_cpu", False):

@@ -31,7 +31,7 @@ from compressor.pathways.reference import Embedder, ReferenceSet, embedder, read
 ORACLE = "recipes/c3po.py asks it items whose answers are known"
 
 
-@dataclass(slots=True)
+@dataclass
 class PathwayAnswerer:
     """A loaded model that answers by its reference set; `plain_work` is the cost of plain forwards
     alone."""

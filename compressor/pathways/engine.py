@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from compressor.answers.items import TokenRow
 from compressor.errors import CompressionError, wrap_faults
+from compressor.frozen import frozen
 from compressor.model.architecture import head_of
 from compressor.model.experts import moe_hooks
 from compressor.model.moe_layer import MoeLayer
@@ -32,7 +33,7 @@ REMEDIES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PlainForward:
     """A plain forward of some rows, with everything needed to recompute its late layers."""
 
@@ -47,7 +48,7 @@ class PlainForward:
     work: int  # decoder layers times tokens
 
 
-@dataclass(slots=True)
+@dataclass
 class PathwayModel:
     """A model that can be run again with other router logits in some MoE layers; `load` reads its
     weights.
@@ -140,9 +141,10 @@ class PathwayModel:
             positions += [first + position for position in in_row]
         moved = torch.tensor(positions, device=self.opened.partial.device)
         last = rows[0].start - 1
-        pathway = []
-        for call, score in zip(router_logits, self.scores, strict=True):
-            pathway.append(weights_of(call[last], score).cpu())
+        pathway = [
+            weights_of(call[last], score).cpu()
+            for call, score in zip(router_logits, self.scores, strict=True)
+        ]
         work = len(decoder_layers) * tokens.numel()
         self.work += work
         plain = PlainForward(

@@ -7,7 +7,6 @@ over all experts of L MoE layers."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from compressor.answers.items import likelihoods
 from compressor.devices import as_float64
+from compressor.frozen import frozen
 from compressor.model.router_logits import logits_of
 from compressor.pathways.engine import PathwayModel, PlainForward
 from compressor.pathways.options import Kernel, PathwayOptions, Schedule
@@ -115,7 +115,7 @@ def descend(
     return position
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Neighbour:
     """An item of the reference set: its pathway [L, E] in the moved layers, and a plain forward
     with its answer."""

@@ -2,12 +2,12 @@
 no torch."""
 
 import re
-from dataclasses import dataclass
 from typing import Annotated, Literal, get_type_hints
 
 from pydantic import Field, FiniteFloat, PositiveInt
 
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.records import value_as
 
 Optimizer = Literal["mode", "kernel", "ngd", "oracle"]
@@ -38,7 +38,7 @@ def selected(span: Span, count: int) -> tuple[int, ...]:
     return tuple(sorted(numbers))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PathwayOptions:
     """Optimisation of pathways; defaults are the paper's, where it names one."""
 

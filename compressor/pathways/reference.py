@@ -32,6 +32,7 @@ from compressor.document.blocks import Block, Table, Text
 from compressor.errors import CompressionError, reason_of
 from compressor.files import check_folder, lock_output, whole_folder
 from compressor.formatting import counted, share
+from compressor.frozen import frozen
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.router_logits import Score
 from compressor.model.tokenizer import load_tokenizer
@@ -47,7 +48,7 @@ PROBE = "The quick brown fox jumps over 13 lazy dogs.\n\tÉß 漢字 {}"
 REMEDY = "name a folder that `moe-compress reference` has written"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ReferenceFacts:
     """The model of a reference set, and how the set was built."""
 
@@ -185,7 +186,7 @@ def embedder(name: str, model: PathwayModel, trust_remote_code: bool = False) ->
     return embed
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TaskAccuracy:
     """Items of a task, and the number that the model answers right."""
 

@@ -2,13 +2,14 @@
 read."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 from compressor.checkpoint.reader import Size
 from compressor.data.batches import TextSpec
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.model.inspection import read_headers
 from compressor.model.opened import OpenModel, advice_on, open_checkpoint, served_model
 from compressor.model.serving import Advice
@@ -20,14 +21,14 @@ from compressor.pipeline.resolve import ResolvedRecipe, prepare, text_specs
 from compressor.pipeline.run import earlier_plan
 from compressor.quality_gate.run import PowerAnalysis, passable
 from compressor.recipe.recipe import Recipe
-from compressor.records import plain_json
+from compressor.records import Json, plain_json
 from compressor.steps.job import output_size
 from compressor.steps.step import OWN, part_name
 
 EVALUATION = "to compare output and base on, a pass of each"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Shape:
     """The numbers of a model's config and files; `layer_` ones count a layer's routed experts and
     router."""
@@ -41,7 +42,7 @@ class Shape:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TextNeed:
     """A text that is read: sequences to fit on, with a held-out share, and sequences that single
     steps train on."""
@@ -70,7 +71,7 @@ class TextNeed:
         return cls(sources, spec.samples, spec.sequence_length, spec.heldout, tuple(parts))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class DryRun:
     """The content of `--dry-run`."""
 
@@ -79,7 +80,7 @@ class DryRun:
     family: str
     moe_layers: int
     # name, options, and passes of its text through a model
-    steps: tuple[Mapping[str, Any], ...]
+    steps: tuple[Json, ...]
     notes: tuple[str, ...]
     before: Shape
     after: Shape
@@ -100,7 +101,7 @@ class DryRun:
         )
         return max(streamed, self.whole_memory)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """JSON types."""
         texts = [{**asdict(text), "tokens": text.tokens} for text in self.texts]
         content = {**asdict(self), "texts": texts, "memory": self.memory}

@@ -1,6 +1,6 @@
 """The gate of a recipe: an output is put in place only if it passes."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from compressor.data.sources import domain_of
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.files import LONE_HALVES, file_digest
+from compressor.frozen import frozen
 from compressor.pipeline.formats import formats_of
 from compressor.pipeline.resolve import content_of
 from compressor.progress import Progress
@@ -30,7 +31,7 @@ from compressor.recipe.recipe import MONE, SAFETENSORS, Recipe
 from compressor.run_record import request_key, write_cached
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PreparedGate:
     """A gate with everything that is known before compression starts."""
 
@@ -118,7 +119,7 @@ def prepare_gate(source: ModelSource, request: GateRequest) -> PreparedGate:
 def judge(gate: PreparedGate, folder: Path, label: str, progress: Progress) -> GateResult:
     """Gate the output in a folder, reported under the name `label`, and write the result beside its
     weights."""
-    output = ModelSource(str(folder), None, folder)
+    output = ModelSource.of(folder)
     with dated(gate.request.date):
         result = run_gate(gate.source, output, gate.request, progress, label)
     if ranks().is_first:

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, fields, replace
 from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
@@ -30,6 +30,7 @@ from compressor.document.blocks import Block, Facts, Table, Text
 from compressor.errors import CompressionError, without_tokens
 from compressor.files import RECEIPT, file_digest
 from compressor.formatting import label
+from compressor.frozen import frozen
 from compressor.model.constant_experts import declared
 from compressor.model.inputs import Inputs
 from compressor.model.opened import open_model
@@ -51,7 +52,7 @@ FLIPS = 2  # tokens that may turn on any device
 Batch = tuple[tuple[Count, ...], ...]  # token ids [B, L]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ReceiptFigures:
     """Figures over all predicted tokens; KL and losses in nats per token."""
 
@@ -75,7 +76,7 @@ class ReceiptFigures:
         return cls(*(round(float(value), DIGITS) + 0.0 for value in values))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ReceiptBase:
     """The model that the output was compared with."""
 
@@ -84,7 +85,7 @@ class ReceiptBase:
     files: Mapping[str, str]  # SHA-256 of config.json and of each file of weights
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Receipt:
     """The figures of an output, with all that repeats them."""
 
@@ -242,7 +243,7 @@ def read_receipt(path: Path) -> Receipt:
     return receipt
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ReceiptVerdict:
     """A receipt, and its figures computed once more."""
 

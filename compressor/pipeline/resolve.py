@@ -17,10 +17,8 @@ from compressor.answers.answering import read_facts
 from compressor.data.batches import HELDOUT as EVALUATED
 from compressor.data.batches import (
     Calibration,
-    EvaluationSet,
     TextBatches,
     TextSpec,
-    evaluation_sets,
     read_text,
     repeat_text,
 )
@@ -56,7 +54,7 @@ logger = logging.getLogger(__name__)
 HELDOUT = 0.125  # share of the calibration sequences that are evaluated on and never fitted to
 
 
-@dataclass(slots=True)
+@dataclass
 class Session:
     """An opened model, and what a run reports about itself."""
 
@@ -109,7 +107,7 @@ def open_run(
         torch.use_deterministic_algorithms(was_enabled, warn_only=was_warning)
 
 
-@dataclass(slots=True)
+@dataclass
 class ResolvedRecipe:
     """A recipe with its steps resolved on an opened model."""
 
@@ -453,18 +451,3 @@ def read_calibration(
     ranks().assert_same_on_all(calibration.identity["sha256"], "calibration text")
     logger.info("%s", how_resident(model))
     return calibration
-
-
-def read_evaluation(
-    session: Session, names: Sequence[str], options: TextOptions, seed: int, most: int
-) -> tuple[EvaluationSet, ...]:
-    """Return text to evaluate on: at most `most` sequences of each source."""
-    return evaluation_sets(
-        names,
-        load_tokenizer(session.model.source.folder),
-        length=options.sequence_length,
-        seed=seed,
-        vocab=session.model.vocabulary,
-        most=most,
-        strict=options.strict,
-    )

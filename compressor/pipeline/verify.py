@@ -6,9 +6,8 @@ each layer's experts are found by the rows of its router."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +18,14 @@ from compressor.checkpoint.source import ModelSource, find_model
 from compressor.document.blocks import Block, Facts, Table, Text, Toned
 from compressor.errors import CompressionError
 from compressor.formatting import first_of, listed, short
+from compressor.frozen import frozen
 from compressor.model.constant_experts import SUFFIX, declared
 from compressor.model.opened import OpenModel, open_model, open_substituted
 from compressor.pipeline.outcome import read_plan
 from compressor.recipe.plan import LAYER_FACTS, ExpertPlan, Group, LayerPlan
 from compressor.recipe.recipe import MONE, recipe_of_plan
 from compressor.recipe.steps_plan import Plan
-from compressor.records import read_object
+from compressor.records import Json, read_object
 from compressor.run_record import COMPRESSION
 from compressor.steps.constants.step import kept_job
 from compressor.steps.job import make_job, stored_partial, untouched
@@ -50,7 +50,7 @@ OF_FORMAT = {"quantization_config", "dtype", "torch_dtype"}
 SHOWN = 20  # faults, and changed tensors, on the terminal
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class OutputVerification:
     """A folder compared with its recorded digests, and with its base where that is named."""
 
@@ -69,7 +69,7 @@ class OutputVerification:
     def passed(self) -> bool:
         return not self.faults
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return JSON types."""
         return {**asdict(self), "passed": self.passed}
 
@@ -116,7 +116,7 @@ def verify_against_base(
     model = open_model(find_model(base), device="cpu")
     is_substituted = declared(read_object(folder / CONFIG))
     opening = open_substituted if is_substituted else open_model
-    output = opening(ModelSource(str(folder), None, folder), device="cpu")
+    output = opening(ModelSource.of(folder), device="cpu")
     is_recorded = (folder / COMPRESSION).is_file()
     comparison = _Comparison(output)
     found: dict[str, tuple[int, ...]] = {}
@@ -281,10 +281,11 @@ class _Comparison:
         dtypes = {output.name: TORCH_DTYPES[output.dtype] for output in packed.outputs}
         wanted = {output.name: TORCH_DTYPES[output.dtype] for output in job.outputs}
         for decoder_layer in self.unmatched:
-            values = {}
-            for name, pieces in packed.produce(decoder_layer):
-                if name not in self.compared:
-                    values[name] = _joined(pieces, dtypes[name])
+            values = {
+                name: _joined(pieces, dtypes[name])
+                for name, pieces in packed.produce(decoder_layer)
+                if name not in self.compared
+            }
             for name, pieces in job.produce(decoder_layer):
                 if name in values:
                     self._record(
@@ -332,9 +333,7 @@ class _Comparison:
                 self.faults.append(f"{name} is not the base's")
 
 
-def _differences(
-    expected: Mapping[str, Any], actual: Mapping[str, Any], is_recorded: bool
-) -> Iterator[str]:
+def _differences(expected: Json, actual: Json, is_recorded: bool) -> Iterator[str]:
     """Yield the dotted names of fields that differ; without a record, of those that both have."""
     names = (
         expected.keys() | actual.keys()

@@ -3,9 +3,8 @@
 import gzip
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from compressor.answers.forms import TaskForm
 from compressor.answers.options import AskedOptions
@@ -15,9 +14,10 @@ from compressor.answers.tasks import EvaluationTask
 from compressor.errors import CompressionError, wrap_faults
 from compressor.files import check_parent, write_whole
 from compressor.formatting import joined
+from compressor.frozen import frozen
 from compressor.options import validated
 from compressor.quality_gate.options import GateOptions
-from compressor.records import Finite, plain_json, read_as, read_json, value_as
+from compressor.records import Finite, Json, plain_json, read_as, read_json, value_as
 
 FORMAT = "moe-compressor-baseline/1"
 SUFFIXES = (".json", ".json.gz")
@@ -26,15 +26,15 @@ SETTINGS = {*AskedOptions.model_fields}
 ANEW = "or make the baseline anew with gate baseline"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Baseline:
     """A base's answers by item, and everything that they depend on."""
 
     base: str
-    identity: Mapping[str, Any]  # of the model's files
+    identity: Json  # of the model's files
     # options of tasks, which are the defaults of a gate with this baseline
-    settings: Mapping[str, Any]
-    facts: Mapping[str, Any]  # that decide results
+    settings: Json
+    facts: Json  # that decide results
     versions: Mapping[str, str]  # of packages
     tasks: tuple[ItemScores, ...]
     asked: Mapping[str, TaskForm]  # by task: the form of its questions

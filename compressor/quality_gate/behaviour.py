@@ -6,8 +6,8 @@ are optional."""
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,6 +18,7 @@ from compressor.answers.prompts import Prompt, PromptSet, tokens_of
 from compressor.answers.stock import StockModel, fits_whole
 from compressor.errors import CompressionError
 from compressor.formatting import counted
+from compressor.frozen import frozen
 from compressor.model.opened import open_model
 from compressor.model.tokenizer import templates_of
 from compressor.progress import Progress
@@ -50,7 +51,7 @@ from compressor.quality_gate.teacher_forced import (
     stop_tokens_of,
 )
 from compressor.quality_gate.verdict import GateCondition
-from compressor.records import plain_json
+from compressor.records import Json, plain_json
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ FORMAT = "moe-compressor-behaviour/1"
 UNIT = "answers"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class AnswerPair:
     """Both answers to a prompt with the same seed."""
 
@@ -83,18 +84,18 @@ class AnswerPair:
         return "same text" if self.base.text == self.smaller.text else "other text"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Written:
     """Written answers of both models: figures, and pairs."""
 
     prompts: int
     seeds: int
-    options: Mapping[str, Any]
+    options: Json
     rates: tuple[Rate, ...]
     pairs: tuple[AnswerPair, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Behaviour:
     """Comparison of two models; parts that were not requested are None."""
 
@@ -107,7 +108,7 @@ class Behaviour:
     each: tuple[AnswerDivergence, ...] = ()  # of these answers
     conditions: tuple[GateCondition, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return plain JSON without the pairs of answers, which have a file of their own."""
         written = None if self.written is None else replace(self.written, pairs=())
         return {"format": FORMAT, **plain_json(replace(self, written=written))}
@@ -146,9 +147,10 @@ def compare_answers(
                 before = str(tokenizer.decode(tokens_of(prompt, tokenizer, options.chat)))
             endings[-1].append(ending_of(answer, prompt, markers, tokenizer, before))
     ending_pairs = list(zip(*endings, strict=True))
-    pairs = []
-    for (prompt, seed), *both in zip(prompts.requests, base, smaller, *endings, strict=True):
-        pairs.append(AnswerPair(prompt, seed, *both))
+    pairs = [
+        AnswerPair(prompt, seed, *both)
+        for (prompt, seed), *both in zip(prompts.requests, base, smaller, *endings, strict=True)
+    ]
     asked = options.facts("max_new_tokens", "temperature", "top_p", "seed", "chat")
     domains = [pair.prompt.domain for pair in pairs]
     written = Written(

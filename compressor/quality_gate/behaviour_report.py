@@ -70,18 +70,15 @@ def lead(behaviour: Behaviour) -> str:
         whole = read.rows[-1]
         what = "this text" if read is behaviour.text else "the base's answers"
         return (
-            f"On {what} the loss of {behaviour.smaller} is {whole.loss.change:+.3g} nats per "
-            "token beside that of "
-            f"{behaviour.base}, and {100 * whole.flips.change:.3g}% of the greedy tokens are "
-            "others."
+            f"On {what} the loss of {behaviour.smaller} is {whole.loss.change:+.3g} nats per token "
+            f"beside that of {behaviour.base}, and {100 * whole.flips.change:.3g}% of the greedy "
+            "tokens are others."
         )
     loops, missed = behaviour.written.rates[:2]
     return (
         f"{behaviour.smaller} loops in {shown(loops, loops.smaller)} of its answers, "
-        f"{behaviour.base} in "
-        f"{shown(loops, loops.base)}; it misses its end in {shown(missed, missed.smaller)}, the "
-        "base in "
-        f"{shown(missed, missed.base)}."
+        f"{behaviour.base} in {shown(loops, loops.base)}; it misses its end in "
+        f"{shown(missed, missed.smaller)}, the base in {shown(missed, missed.base)}."
     )
 
 

@@ -1,9 +1,9 @@
 """Divergence of a smaller model from its base by domain of text: the record, and its blocks."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from compressor.document.blocks import Block, Strong, Table, Text
+from compressor.frozen import frozen
 
 CONFIDENCE = 0.95
 # a domain is degraded above this multiple of the mean of the other domains
@@ -34,7 +34,7 @@ LEGEND_OF_ENDS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Paired:
     """A figure of both models on the same sequences; the change is the smaller model's figure less
     the base's."""
@@ -47,7 +47,7 @@ class Paired:
     standard_error: float
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StopTokenFigures:
     """The probability of a set of stop tokens where one is due, and elsewhere; None without such
     positions."""
@@ -58,7 +58,7 @@ class StopTokenFigures:
     elsewhere: Paired | None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class DomainFigures:
     """Figures of one domain, or of all together: loss and KL in nats per token, flips as a share of
     positions."""
@@ -72,7 +72,7 @@ class DomainFigures:
     stop_tokens: tuple[StopTokenFigures, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class DegradedDomain:
     """A domain whose figure rises by more than `TIMES` the mean of the others, beyond the error of
     both."""
@@ -92,7 +92,7 @@ class DegradedDomain:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class DomainDivergence:
     """Divergence of a smaller model from its base on text, by domain."""
 
@@ -148,19 +148,18 @@ def divergence_blocks(divergence: DomainDivergence, title: str) -> list[Block]:
     """Return the degraded domains, a table of all domains, and a table for each set of stop
     tokens."""
     degraded = {domain.domain for domain in divergence.degraded}
-    rows = []
-    for row in divergence.rows:
-        rows.append(
-            (
-                Strong(row.domain) if row.domain in degraded else row.domain,
-                f"{row.sequences:,}",
-                f"{row.tokens:,}",
-                f"{row.loss.base:.4f} → {row.loss.compressed:.4f}",
-                _change(row.loss),
-                _change(row.kl, sign=""),
-                _change(row.flips, 100, "", "%"),
-            )
+    rows = [
+        (
+            Strong(row.domain) if row.domain in degraded else row.domain,
+            f"{row.sequences:,}",
+            f"{row.tokens:,}",
+            f"{row.loss.base:.4f} → {row.loss.compressed:.4f}",
+            _change(row.loss),
+            _change(row.kl, sign=""),
+            _change(row.flips, 100, "", "%"),
         )
+        for row in divergence.rows
+    ]
     ruled = {len(divergence.domains) - 1}
     columns = ("domain", "sequences", "tokens", "loss", "rise of the loss", "KL", "flips")
     if divergence.together is not None:

@@ -13,13 +13,13 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from compressor.answers.answering import Answer
 from compressor.answers.prompts import Prompt
+from compressor.frozen import frozen
 from compressor.quality_gate.options import LENGTH
 from compressor.quality_gate.statistics import PairedItems, measure
 
@@ -52,7 +52,7 @@ def repeated_share(tokens: Sequence[int]) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Markers:
     """Texts that open and close thinking and tool calls in a model's chat template."""
 
@@ -84,7 +84,7 @@ class Markers:
         return cls(tuple(thinking), tuple(calls), "tools" in template)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Ending:
     """Properties of the end of one answer."""
 
@@ -171,7 +171,7 @@ MEASURES: Mapping[str, Callable[[Ending], float | bool | None]] = {
 NUMBERS = ("repeated 4-grams", "tokens")  # the measures that are no yes or no
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Rate:
     """One measure of both models' answers; a rise is the smaller model's less the base's, worse is
     positive."""

@@ -2,7 +2,6 @@
 
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
 
@@ -11,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from compressor.answers.options import AnswerOptions, TaskOptions
 from compressor.errors import CompressionError
 from compressor.formatting import joined
+from compressor.frozen import frozen
 from compressor.options import one_or_several, separated
 
 MAX_LOOP_RISE = 0.01  # default share of answers, where prompts are named and no limit
@@ -66,7 +66,7 @@ class BehaviourOptions(AnswerOptions):
             )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Expectation:
     """The score that a base should have on a task."""
 
@@ -185,9 +185,8 @@ class GateOptions(BehaviourOptions, TaskOptions):
         super().check()
         if self.baseline is not None and (self.prompts or self.reads):
             raise CompressionError(
-                "--baseline has the base's answers to tasks alone; leave out --prompts, --text "
-                "and --answers, or name "
-                "the base instead"
+                "--baseline has the base's answers to tasks alone; leave out --prompts, --text and "
+                "--answers, or name the base instead"
             )
         names = ("max_loop_rise", "max_missed_rise", "max_length_change")
         given = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]

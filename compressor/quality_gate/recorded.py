@@ -23,10 +23,11 @@ from compressor.errors import CompressionError, wrap_faults
 from compressor.extras import require
 from compressor.files import json_object
 from compressor.formatting import human_bytes, joined
+from compressor.frozen import frozen
 from compressor.quality_gate.options import GateOptions
 from compressor.quality_gate.statistics import POOLED, conclude, judge
 from compressor.quality_gate.verdict import GateCondition, GateResult
-from compressor.records import read_as, value_as
+from compressor.records import Json, read_as, value_as
 from compressor.run_record import versions
 
 logger = logging.getLogger(__name__)
@@ -68,13 +69,12 @@ RIGHT = ("c", "pass", "true", "yes")
 WRONG = ("i", "n", "fail", "timeout", "error", "false", "no")
 WORDS = {"p": 0.5, **dict.fromkeys(RIGHT, 1.0), **dict.fromkeys(WRONG, 0.0)}
 
-Json = Mapping[str, Any]  # an object
 Key = tuple[str, str, Kind]  # a task with its metric
 Answers = Mapping[str, Sequence[AnsweredItem]]  # to one task, by item
 Sides = tuple[list[ItemScores], list[ItemScores]]  # the base's scores by task, and the other's
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class EvalPlusSample:
     """What the tests of EvalPlus say of one answer."""
 
@@ -82,7 +82,7 @@ class EvalPlusSample:
     plus_status: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class InspectSample:
     """The fields of a sample in inspect's log that are read."""
 
@@ -156,10 +156,11 @@ def gate_results(
     judgement = judge(*pairs, options)
     conditions = []
     if any(lacking):
-        named = []
-        for side, names in zip(("base", "compressed model"), lacking, strict=True):
-            if names:
-                named.append(f"of the {side} {_listed(names)}")
+        named = [
+            f"of the {side} {_listed(names)}"
+            for side, names in zip(("base", "compressed model"), lacking, strict=True)
+            if names
+        ]
         advice = f"these items lack an answer: {joined(named)}; have them answered"
         compared = [(row.task, row.metric, row.items, row.drop) for row in judgement.rows]
         for row in judge(*worst, options).rows:
@@ -267,7 +268,7 @@ def refuse_others(base: ItemScores, compressed: ItemScores, where: str) -> None:
         )
 
 
-@dataclass(slots=True)
+@dataclass
 class Results:
     """One model's answers in a file or folder, and how it was asked, as far as that is recorded."""
 
@@ -388,9 +389,10 @@ class Results:
                 f"{file} has {len(rows):,} of {count:,} items with the filter {chosen_filter}; "
                 "copy it again if it was cut, or name another --metric"
             )
-        aggregations = {}
-        for entry in config.get("metric_list") or ():
-            aggregations[str(entry["metric"])] = str(entry.get("aggregation"))
+        aggregations = {
+            str(entry["metric"]): str(entry.get("aggregation"))
+            for entry in config.get("metric_list") or ()
+        }
         # old samples do not list their metrics
         recorded = rows[0].get("metrics") or [field for field in rows[0] if field != "doc_id"]
         metrics = [name] if name else [*aggregations, *recorded]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 from xml.etree import ElementTree as Xml
 
 import yaml
@@ -44,7 +44,7 @@ from compressor.quality_gate.verdict import (
     gate_content,
     gate_from_content,
 )
-from compressor.records import plain_json, read_json, report_json, value_as
+from compressor.records import Json, plain_json, read_json, report_json, value_as
 from compressor.run_record import cache_folder, request_key, write_cached
 
 if TYPE_CHECKING:
@@ -160,10 +160,11 @@ def verdict_line(result: GateResult) -> str:
 def advice(result: GateResult) -> list[str]:
     """Return a sentence on each inconclusive row or condition that decides: the items that it would
     take."""
-    sentences = []
-    for task in result.rows:
-        if task.decides and task.verdict == "inconclusive":
-            sentences.append(f"{task.task}: {advise(task, result.confidence)}.")
+    sentences = [
+        f"{task.task}: {advise(task, result.confidence)}."
+        for task in result.rows
+        if task.decides and task.verdict == "inconclusive"
+    ]
     needs_items = bool(sentences)
     for condition in result.conditions:
         if condition.verdict == "inconclusive" and condition.advice:
@@ -240,9 +241,9 @@ def gate_blocks(result: GateResult) -> list[Block]:
     sentences += [*advice(result), *result.notes, *asked_sentences(result.asked)]
     if sentences:
         blocks.append(Items(sentences))
-    rows = list[tuple[Words, ...]]()
-    for row in result.rows:
-        rows.append((*cells(row), Toned(row.verdict, *SIGNS[row.verdict])))
+    rows: list[tuple[Words, ...]] = [
+        (*cells(row), Toned(row.verdict, *SIGNS[row.verdict])) for row in result.rows
+    ]
     if rows or not result.conditions:
         caption = (
             f"{result.compressed} compared with {result.base}, bounds one-sided, each with "
@@ -281,7 +282,7 @@ def gate_blocks(result: GateResult) -> list[Block]:
     return blocks
 
 
-def _named(model: str, identity: Mapping[str, Any]) -> str:
+def _named(model: str, identity: Json) -> str:
     """Return a model with its commit, as far as that is known."""
     if "commit" in identity:
         return f"{model}, commit {identity['commit']}"
@@ -386,7 +387,7 @@ def _junit(
     return bytes(Xml.tostring(root, encoding="utf-8", xml_declaration=True))
 
 
-def full_content(result: GateResult) -> dict[str, Any]:
+def full_content(result: GateResult) -> Json:
     """Return the content of gate.json: the result, and its metrics in the form of a model card."""
     index = eval_results_to_model_index(
         Path(result.compressed).name or result.compressed, card_metrics(result)
@@ -446,7 +447,7 @@ def gate_of(folder: Path, gate: GateResult | None = None) -> GateResult | None:
     return results[max(results)] if results else None
 
 
-def differing(folder: Path, identity: Mapping[str, Any]) -> str | None:
+def differing(folder: Path, identity: Json) -> str | None:
     """Return the first file that differs from the identity; None if none does.
 
     Times of change are ignored: a copied or downloaded model is the same model.

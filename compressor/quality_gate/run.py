@@ -8,7 +8,7 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from compressor.distributed import ranks
 from compressor.errors import CompressionError
 from compressor.files import default_folder
 from compressor.formatting import joined
+from compressor.frozen import frozen
 from compressor.progress import Progress
 from compressor.quality_gate.baseline import ANEW, COMPUTING, Baseline
 from compressor.quality_gate.behaviour import UNIT, evaluate_behaviour, stock_pair
@@ -50,7 +51,7 @@ from compressor.run_record import PACKAGES, versions
 FLIPS = (0.0, 0.02, 0.05)  # shares of items that two models answer differently
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class GateRequest:
     """The options of a gate, all that they name and is known before any model is loaded, and where
     models compute."""
@@ -98,7 +99,7 @@ class GateRequest:
         return analyse_power(self.tasks, self.options, self.prompts)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TaskPower:
     """Margins that the items of a task, or of all tasks together, can show: a power analysis."""
 
@@ -109,7 +110,7 @@ class TaskPower:
     shown: tuple[float, ...] | None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PowerAnalysis:
     """Margins that a gate can show if all scores are of answers that are right or wrong, as with
     most tasks."""

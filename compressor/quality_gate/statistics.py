@@ -568,8 +568,7 @@ def advise(task: TaskGate, confidence: float, unit: str = "items", what: str = "
         return f"the {what} is too near the margin for any number of {unit} to decide"
     return (
         f"about {float(f'{count:.2g}'):,.0f} {unit} would decide it instead of {task.items:,}, an "
-        "estimate for a "
-        f"{what} that stays what it is and a probability of {POWER:g}"
+        f"estimate for a {what} that stays what it is and a probability of {POWER:g}"
     )
 
 

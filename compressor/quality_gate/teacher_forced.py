@@ -8,7 +8,6 @@ needed."""
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from compressor.divergence.evaluator import Evaluator
 from compressor.divergence.teacher_outputs import check_base
 from compressor.errors import CompressionError, ItemError, LeftOut
 from compressor.formatting import common_prefix
+from compressor.frozen import frozen
 from compressor.model.opened import OpenModel, open_model
 from compressor.model.tokenizer import check_vocabulary, first_part, load_tokenizer, render_chat
 from compressor.progress import Progress, quiet_transformers
@@ -64,7 +64,7 @@ def text_sets(
     return tuple(EvaluationSet(domain, tuple(parts)) for domain, parts in batches.items())
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TeacherForcedAnswer:
     """The tokens of a prompt and of the answer that models read, with the end token if it ended."""
 
@@ -197,7 +197,7 @@ def stop_tokens_of(tokenizer: Any, stops: Collection[int]) -> dict[str, tuple[in
     return {name: ids for name, ids in named.items() if ids}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class AnswerDivergence:
     """Figures of one answer: means over its tokens, and probabilities of its end by both models."""
 

@@ -4,20 +4,21 @@ n items of a task; both models answer each of them, so every test is paired.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal, NamedTuple, Self
 
 from compressor.document.blocks import Table, Tone, Toned, Words
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.quality_gate.domain_divergence import DomainDivergence
-from compressor.records import plain_json, read_as
+from compressor.records import Json, plain_json, read_as
 
 FORMAT = "moe-compressor-gate/2"
 
 EXIT_STATUS: Mapping[str, int] = {"pass": 0, "fail": 1, "inconclusive": 3}
 Verdict = Literal["pass", "fail", "inconclusive"]
 Side = Literal["base", "compressed"]
-Asked = Mapping[str, Mapping[str, Any]]  # by task: the form of its questions
+Asked = Mapping[str, Json]  # by task: the form of its questions
 SIGNS: Mapping[Verdict, tuple[Tone, str]] = {
     "pass": ("good", "✓"),
     "fail": ("bad", "✗"),
@@ -25,7 +26,7 @@ SIGNS: Mapping[Verdict, tuple[Tone, str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TaskGate:
     """Result of the paired test of one task, or of the pool. A drop is base less compressed, so
     worse is positive.
@@ -82,7 +83,7 @@ class Judgement(NamedTuple):
         return self.tasks if self.pooled is None else (*self.tasks, self.pooled)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class GateCondition:
     """One figure with a limit: its upper bound within the limit passes, its lower bound beyond it
     fails."""
@@ -117,7 +118,7 @@ class GateCondition:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Anomaly:
     """A sign that a model was asked in the wrong form, so that comparing the two shows nothing."""
 
@@ -126,7 +127,7 @@ class Anomaly:
     p: float  # of what was tested; corrected over all tests (Holm)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class GateResult:
     """The result of a gate."""
 
@@ -140,9 +141,9 @@ class GateResult:
     pooled: TaskGate | None
     tasks: tuple[TaskGate, ...]
     # limit, batch size, few-shot examples, dtype, device
-    options: Mapping[str, Any] = field(default_factory=dict)
-    base_identity: Mapping[str, Any] = field(default_factory=dict)  # of the model's files
-    compressed_identity: Mapping[str, Any] = field(default_factory=dict)
+    options: Json = field(default_factory=dict)
+    base_identity: Json = field(default_factory=dict)  # of the model's files
+    compressed_identity: Json = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     asked: Asked = field(default_factory=dict)  # by task: the form of its questions
     # by task: id on the Hub, and task there
@@ -164,7 +165,7 @@ class GateResult:
         return Judgement(self.tasks, self.pooled).rows
 
 
-def gate_content(result: GateResult) -> dict[str, Any]:
+def gate_content(result: GateResult) -> Json:
     """Return the result as plain JSON types; infinity and NaN are text."""
     return {"format": FORMAT, **plain_json(result)}
 

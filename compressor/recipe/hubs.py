@@ -1,16 +1,16 @@
 """Routing hubs as hubs.json names them: `attribute` writes that file, `prune` protects by it, and
 reports show it."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.records import read_json, value_as
 
 REMEDY = "name a hubs.json that moe-compress attribute has written"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RoutedExpert:
     """One routed expert."""
 
@@ -29,7 +29,7 @@ class RoutedExpert:
         return f"L{self.layer} E{self.expert}"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Hub(RoutedExpert):
     """An expert whose influence and AARV are both outliers of its layer."""
 

@@ -16,9 +16,8 @@ from pydantic import Field
 
 from compressor.data.sources import WeightedSource
 from compressor.errors import CompressionError, ItemError
-from compressor.recipe.plan import Json
 from compressor.recipe.steps_plan import MOST_EXPERTS
-from compressor.records import read_json, value_as
+from compressor.records import Json, read_json, value_as
 
 LAYER = re.compile(r"(?:main_|(?:.+\.)?layers\.)?(\d+)(?:\..+)?")
 SALIENCY = "reap"
@@ -27,7 +26,7 @@ SUFFIXES = (".pt", ".pth")
 HINT = "name a kept_expert_indices.json, an experts.jsonl or REAP's observations (.pt)"
 
 
-def options_of_list(path: Path, flags: Json) -> dict[str, Any]:
+def options_of_list(path: Path, flags: Json) -> Json:
     """Return the options, by path, by which `plan` keeps the experts of a file; `flags` may say how
     many of them.
 
@@ -46,9 +45,8 @@ def options_of_list(path: Path, flags: Json) -> dict[str, Any]:
     fewest, *others = sorted({len(experts) for experts in order.values()})
     if others:
         raise CompressionError(
-            f"{path} keeps {fewest} to {others[-1]} experts in a layer, and a stock checkpoint "
-            "has one number for all; "
-            "pass --experts N, or let the step constants choose (--format mone)"
+            f"{path} keeps {fewest} to {others[-1]} experts in a layer, and a stock checkpoint has "
+            "one number for all; pass --experts N, or let the step constants choose (--format mone)"
         )
     return {**options, "prune.experts": fewest}
 

@@ -5,18 +5,18 @@ Plans check themselves on creation, before any weight is read.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from compressor.errors import CompressionError, without_tokens
+from compressor.frozen import frozen
 from compressor.model.moe_layer import MoeLayer, check_count
-from compressor.records import value_as
+from compressor.records import Json, value_as
 
 if TYPE_CHECKING:  # plans are read without torch
     from compressor.model.opened import OpenModel
 
-Json = Mapping[str, Any]  # an object
 SUM_TOLERANCE = 1e-6
 LARGEST = (2 - 2**-23) * 2.0**127
 SMALLEST = 2.0**-126  # that float32 holds in full, in which experts are mixed
@@ -27,7 +27,7 @@ UNEVEN = "uneven"  # the budget of layers that keep different numbers of experts
 KEPT_WHOLE = "none"  # the strategy of a plan that drops and merges nothing
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Group:
     """Experts that become one: scale * sum(coefficients * members), equations 6 and 7 of
     arXiv:2407.09590.
@@ -86,7 +86,7 @@ class Group:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LayerPlan:
     """The plan of one MoE layer: slot n of the output holds group n, and experts in no group are
     dropped."""
@@ -197,7 +197,7 @@ def touched(layer: LayerPlan, protected: Iterable[int]) -> list[int]:
     return sorted(set(protected) - untouched)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Source:
     """The checkpoint that a plan was made for."""
 
@@ -216,7 +216,7 @@ class Source:
         return without_tokens(self.model if self.revision else Path(self.model).name)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ExpertPlan:
     """The decision of a step on all experts of a model: which stay, merge or go, or become
     constants."""

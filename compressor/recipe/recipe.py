@@ -31,9 +31,9 @@ from compressor.model.loaded import LoadedModel
 from compressor.options import Names, NBytes, Options, separated, validated
 from compressor.plain_yaml import read_yaml, yaml_text
 from compressor.quality_gate.options import GateOptions
-from compressor.recipe.plan import Json
 from compressor.recipe.step import StepOptions, TextOptions
 from compressor.recipe.steps_plan import Plan
+from compressor.records import Json
 from compressor.run_record import read_record
 
 RECIPE = "recipe.yaml"

@@ -1,15 +1,17 @@
 """The contract of strategies and exporters, to which every plugin is held."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
 
 from compressor.entry_points import EXPORTERS, STRATEGIES, load, working
 from compressor.errors import CompressionError, reason_of
+from compressor.frozen import frozen
 from compressor.options import NamedOptions, validated
-from compressor.recipe.plan import Json, LayerPlan
+from compressor.recipe.plan import LayerPlan
+from compressor.records import Json
 from compressor.statistics.statistics import LayerStatistics, check_needs
 from compressor.tolerance import rounded
 
@@ -18,7 +20,7 @@ CORRECTIONS = ("none", "ridge", "tune")
 SimilarityFunction = Callable[..., tuple[str, torch.Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Strategy:
     """A loaded plugin: `plan(statistics, keep, protected[, options]) -> LayerPlan`, with its
     needs."""
@@ -43,8 +45,7 @@ class Strategy:
         if sources == "worst" and self.score is None:
             raise CompressionError(
                 f"strategy {self.name!r} keeps experts by no score, so balance=worst does not go "
-                "with it; choose one "
-                "that ranks experts, such as energy, or leave out balance"
+                "with it; choose one that ranks experts, such as energy, or leave out balance"
             )
         return replace(self, balances=sources == "worst")
 

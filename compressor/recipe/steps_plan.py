@@ -14,16 +14,16 @@ from typing import Any, Self
 
 from compressor.errors import CompressionError
 from compressor.files import json_object, write_file
+from compressor.frozen import frozen
 from compressor.recipe.plan import (
     KEPT_WHOLE,
     LAYER_FACTS,
     ExpertPlan,
     Group,
-    Json,
     LayerPlan,
     Source,
 )
-from compressor.records import plain_json, read_as, read_json, readable_json, value_as
+from compressor.records import Json, plain_json, read_as, read_json, readable_json, value_as
 
 FORMAT = "moe-compressor-plan/3"
 PRUNE = "prune"
@@ -33,7 +33,7 @@ MOST_EXPERTS = 2**12  # of a layer: more than any has
 Decision = ExpertPlan | Json  # on experts, or any other as JSON
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PlannedStep:
     """A step in a plan: its options, decision and result; None before they exist."""
 

@@ -7,7 +7,7 @@ analysis whose kernel is linear CKA: experts as far apart as sqrt(2 - 2 CKA), on
 keeps most of it. E experts."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from compressor.document.blocks import Block, Facts, Figure, Heading, Table, Tex
 from compressor.document.drawing import colour
 from compressor.document.picture import FONT, Drawing
 from compressor.formatting import short
+from compressor.frozen import frozen
 from compressor.model.moe_layer import resolve_count
 from compressor.model.opened import open_model
 from compressor.progress import Progress
@@ -49,7 +50,7 @@ SIDE = 2.4  # inches of a map
 ROUNDING = 1e-9  # a spread below this
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ExpertMap:
     """Places of a layer's experts on the two largest principal components of their linear CKA."""
 
@@ -57,7 +58,7 @@ class ExpertMap:
     share: float  # of the experts' spread that the two components hold
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class BaseReport:
     """A model's experts compared on text; every tuple goes by MoE layer."""
 

@@ -10,7 +10,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -26,19 +26,21 @@ from compressor.answers.scores import ItemScores
 from compressor.answers.tasks import EvaluationOptions, EvaluationTask, resolve_tasks
 from compressor.checkpoint.reader import Size
 from compressor.checkpoint.source import ModelSource
-from compressor.data.batches import Calibration, EvaluationSet
+from compressor.data.batches import Calibration, EvaluationSet, evaluation_sets
 from compressor.distributed import refuse_several
 from compressor.divergence.evaluator import FEWEST, Evaluator, Figures, HeldoutProbe, accepts
 from compressor.entry_points import read_option
 from compressor.errors import CompressionError
 from compressor.files import default_folder
+from compressor.frozen import frozen
 from compressor.memory import PeakMemory
 from compressor.model.constant_experts import is_replaced
 from compressor.model.moe_layer import resolve_count
 from compressor.model.opened import OpenModel, shared_experts
 from compressor.model.substitution import Substitution
+from compressor.model.tokenizer import load_tokenizer
 from compressor.options import validated
-from compressor.pipeline.resolve import HELDOUT, Session, read_calibration, read_evaluation
+from compressor.pipeline.resolve import HELDOUT, Session, read_calibration
 from compressor.progress import Progress
 from compressor.quality_gate.options import GateOptions
 from compressor.quality_gate.statistics import judge
@@ -86,7 +88,7 @@ UNCORRECTED = Correct(method="none")
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Candidate:
     """A strategy with options and corrections, by its name in the table."""
 
@@ -97,7 +99,7 @@ class Candidate:
     seed: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TaskRun:
     """The tasks of a comparison, and the folder with results of earlier runs."""
 
@@ -137,7 +139,7 @@ class TaskRun:
             progress.start("write", len(job.decoder_layers))
             write_checkpoint(job, folder, ["prune"], progress.advance)
             model.partial.stream()  # lm-eval may load the smaller model as a whole
-            source = ModelSource(str(folder), None, folder)
+            source = ModelSource.of(folder)
             content = identity(source, digests=True)
             del content["weights"]  # times of files
             planned = plan_evaluation(source, self.tasks, self.options, self.cache, content=content)
@@ -197,7 +199,7 @@ def candidates_of(grid: Grid) -> list[Candidate]:
     return candidates
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Bench:
     """What every variant of a model is carried out and measured with. The calibration's held-out
     sets come after the evaluation `sets` that rows show."""
@@ -430,7 +432,15 @@ def compare(
         answers = tuple(evaluation.run(progress).values())
     sets: Sequence[EvaluationSet]
     if grid.evaluate:
-        sets = read_evaluation(run, grid.evaluate, text, seed, grid.evaluation_samples)
+        sets = evaluation_sets(
+            grid.evaluate,
+            load_tokenizer(base.source.folder),
+            length=text.sequence_length,
+            seed=seed,
+            vocab=base.vocabulary,
+            most=grid.evaluation_samples,
+            strict=text.strict,
+        )
         calibration = read_calibration(run, text, seed, HELDOUT)
     else:
         calibration = read_calibration(run, text, seed, HELDOUT, grid.evaluation_samples)

@@ -11,12 +11,12 @@ from dataclasses import dataclass, fields, replace
 from itertools import chain, combinations
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from compressor.checkpoint.source import ModelSource
 from compressor.document.blocks import Table
 from compressor.errors import CompressionError
 from compressor.formatting import counted, human_bytes
+from compressor.frozen import frozen
 from compressor.model.opened import OpenModel, open_model, served_model
 from compressor.model.serving import Served
 from compressor.pipeline.outcome import Outcome, SizeRow, read_outcome, size_rows
@@ -24,7 +24,7 @@ from compressor.quality_gate.verdict import GateResult, gate_content
 from compressor.recipe.hubs import Hub, read_hubs
 from compressor.recipe.plan import LayerPlan, correction_of
 from compressor.recipe.steps_plan import layer_to_dict
-from compressor.records import plain_json, read_as
+from compressor.records import Json, plain_json, read_as
 from compressor.run_record import read_record
 from compressor.steps.job import active_parameters
 
@@ -39,7 +39,7 @@ NO_RECORD = "This machine has no record of the run, so its times and memory are 
 Matrix = tuple[tuple[float, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LayerMeasures:
     """Measurements of one MoE layer; None where one was not possible."""
 
@@ -53,11 +53,11 @@ class LayerMeasures:
     # ||y' - y||^2 / ||y||^2 of the MoE block's output on the base's own inputs
     error: float | None = None
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> Json:
         return {entry.name: getattr(self, entry.name) for entry in fields(LayerMeasures)}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Speed:
     """Inference of base and output on one machine: medians over alternating repetitions."""
 
@@ -88,7 +88,7 @@ class Speed:
         return Table(caption, ("", "base", "output", "ratio"), rows)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Measured:
     """Measurements of a whole output."""
 
@@ -197,7 +197,7 @@ def report_data(
         layers.append(LayerReport(**measures.fields(), plan=plan, protected=protected))
     active = served = None
     with suppress(CompressionError):  # as for constants
-        model = open_model(ModelSource(str(folder), None, folder), device="cpu")
+        model = open_model(ModelSource.of(folder), device="cpu")
         served = served_model(model)
         active = _active(outcome, model)
     return Report(

@@ -47,9 +47,10 @@ def inspection_blocks(report: "Inspection") -> list[Block]:
             for breach in advice.breaches:  # which names the number, where it depends on it
                 against.setdefault(breach, []).append(str(advice.experts))
         columns = ("experts", "server", "effect", "what it does")
-        rows = []
-        for breach, counts in against.items():
-            rows.append((", ".join(counts), breach.server, breach.effect, breach.says))
+        rows = [
+            (", ".join(counts), breach.server, breach.effect, breach.says)
+            for breach, counts in against.items()
+        ]
         if rows:
             blocks.append(Table("Servers", columns, rows, columns))
         suitable, nearest = list[str](), list[str]()

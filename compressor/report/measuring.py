@@ -16,7 +16,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from compressor.data.sources import divide, parse_sources, without_folders
 from compressor.devices import as_float64
 from compressor.errors import CompressionError, reason_of
 from compressor.files import is_local
+from compressor.frozen import frozen
 from compressor.model.experts import moe_hooks
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import DTYPES, OpenModel, open_model
@@ -230,7 +231,7 @@ def compared_tokens(experts: int) -> int:
     return 256 if experts <= 64 else 128
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Similarity:
     """A way to compare a layer's experts: what it needs measured, and a label with the matrix [E,
     E], 0 to 1."""
@@ -356,9 +357,10 @@ def measure_layers(
     text = Calibration(
         tuple(batches), {}, sample_tokens=compared_tokens(first.architecture.experts)
     )
-    after = []
-    for stats in collect(output, VISITS, text, progress, seed):
-        after.append(LayerMeasures(stats.layer.name, visits_after=shares(stats.routed_count)))
+    after = [
+        LayerMeasures(stats.layer.name, visits_after=shares(stats.routed_count))
+        for stats in collect(output, VISITS, text, progress, seed)
+    ]
     if base is None:
         yield from after
         return

@@ -182,9 +182,10 @@ def similarity(data: Report) -> Iterator[Block]:
             below.append(Table(f"{layer.name}: groups", columns, rows, {"experts"}))
         if numbers <= MOST_CELLS and layer.similarity is not None:
             caption = f"{layer.name}: {layer.similarity_label or 'similarity'}"
-            matrix = []
-            for number, values in enumerate(layer.similarity):
-                matrix.append((str(number), *map("{:.2f}".format, values)))
+            matrix = [
+                (str(number), *map("{:.2f}".format, values))
+                for number, values in enumerate(layer.similarity)
+            ]
             below.append(Table(caption, ("expert", *map(str, range(plan.experts))), matrix))
         note = (
             f"{plan.experts} experts in {counted(len(plan.groups), 'slot')}, "

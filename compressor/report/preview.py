@@ -4,7 +4,7 @@ token by token."""
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from statistics import median
 from typing import Any
@@ -16,6 +16,7 @@ from compressor.data.media import read_sequences
 from compressor.data.rows import hub_answers
 from compressor.document.blocks import Block, Facts, Heading, Listing
 from compressor.errors import CompressionError, LeftOut
+from compressor.frozen import frozen
 from compressor.progress import quiet_transformers
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ MOST_PIECES = 64  # of a document that is shown
 Piece = tuple[str, bool]  # a token or a word, and whether it is a special token
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Preview:
     """A preview of one source; a piece is a token, or a word where no tokenizer is named."""
 

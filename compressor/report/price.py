@@ -4,7 +4,6 @@ the bytes."""
 import math
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from compressor.data.batches import Calibration, EvaluationSet
 from compressor.divergence.evaluator import Evaluator
 from compressor.document.blocks import Block, Table, Text
 from compressor.formatting import human_bytes
+from compressor.frozen import frozen
 from compressor.pipeline.resolve import Session
 from compressor.report.sizes import PlannedShare, dense_matrices, plan_shares
 from compressor.steps.correct.options import Correct
@@ -24,7 +24,7 @@ TARGETS = (Fraction(3, 4), Fraction(1, 2), Fraction(1, 3))  # of the bytes
 REDUNDANT = 0.1  # nats per token that 3/4 of the bytes may cost a model with redundant experts
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Cost:
     """KL from the model in nats per token, and its standard error over sequences."""
 
@@ -36,7 +36,7 @@ class Cost:
         return f"{self.kl:.4f}{error}"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Price:
     """What fits into so many bytes: by pruning alone, measured before refitting, which wins back a
     part; or by bits by layer alone, predicted. None where nothing fits."""

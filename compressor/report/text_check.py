@@ -4,7 +4,7 @@ The pass is that of a plan by the default recipe at three quarters of the expert
 batch goes into one plan, half into another, so that their difference shows the chance in them."""
 
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from compressor.data.batches import Calibration
 from compressor.document.blocks import Block, Facts, Heading, Table, Text
 from compressor.errors import CompressionError
 from compressor.formatting import counted, human_bytes, percent
+from compressor.frozen import frozen
 from compressor.model.experts import width_of
 from compressor.pipeline.dry_run import DryRun, dry_run
 from compressor.pipeline.resolve import Session
@@ -29,7 +30,7 @@ RATIO = 0.25  # of the experts that go
 ALIKE = 0.95
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LayerOnText:
     """What an MoE layer saw of the text."""
 
@@ -43,7 +44,7 @@ class LayerOnText:
         return len({*self.kept[0]} & {*self.kept[1]})
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TextCheck:
     """What one pass of a text shows."""
 

@@ -4,7 +4,7 @@ T tokens of a batch, S sampled ones, E experts, K top-k, H hidden, I neurons of 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from compressor.devices import as_float64, float64_device
 from compressor.distributed import ranks
+from compressor.frozen import frozen
 from compressor.model.architecture import another_top_k
 from compressor.model.experts import (
     CHUNK,
@@ -35,7 +36,7 @@ NORMALISED = 1e-3
 SmallerRouter = Callable[[int], Any]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LayerWeights:
     """The layer's own modules while it is loaded. Strategies read them; they never write."""
 
@@ -45,7 +46,7 @@ class LayerWeights:
     smaller_router: SmallerRouter
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RouterArguments:
     """The arguments of a router's calls at the sampled tokens."""
 
@@ -55,7 +56,7 @@ class RouterArguments:
     dims: Mapping[int | str, int | None] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Observed(LayerWeights):
     """The observed layer; `smaller_router` is None if weights are not needed."""
 
@@ -65,7 +66,7 @@ class Observed(LayerWeights):
     sources: int  # of text, whose sums are kept apart until the end
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ExpertsCall:
     """A call of the experts: hidden [T, H], index and weights [T, K], 0 for a skip expert; `rows`
     [s] are sampled.
@@ -81,7 +82,7 @@ class ExpertsCall:
     media: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RouterCall:
     """A call of the router: logits [T, E or more], its arguments, each after a keyword or None, and
     sampled `rows`."""

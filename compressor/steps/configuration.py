@@ -113,8 +113,7 @@ def _renumber_text(text: str, renames: Renames) -> str | None:
     if _tells_experts_apart(text, renames):
         raise CompressionError(
             f"{text!r}, by which config.json or {MODELOPT} says what is quantised, speaks of "
-            "single experts, which get "
-            "other numbers; write it with full module names"
+            "single experts, which get other numbers; write it with full module names"
         )
     return text
 

@@ -22,6 +22,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from compressor.checkpoint.quantized import wanted_dtype
 from compressor.checkpoint.reader import TORCH_DTYPES, is_finite, refuse_nan
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.model.architecture import Architecture
 from compressor.model.experts import (
     ExpertsView,
@@ -251,7 +252,7 @@ def _rounded(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
     return refuse_overflow(name, rounded) if rounded is not value and is_finite(value) else rounded
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Conversion:
     """Output made by loading `partial` decoder layer by decoder layer; "" is the rest of the model.
 

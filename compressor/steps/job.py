@@ -7,11 +7,10 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial as bind
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ from compressor.checkpoint.source import locate
 from compressor.errors import CompressionError
 from compressor.files import TEMPLATES
 from compressor.formatting import human_bytes
+from compressor.frozen import frozen
 from compressor.model.architecture import build_meta, load_config
 from compressor.model.inspection import stored_with
 from compressor.model.layout import Role
@@ -37,7 +37,7 @@ from compressor.model.opened import NARROWED, OpenModel, open_model, pick_dtype,
 from compressor.model.remote_code import json_bytes, naming_code, without_code
 from compressor.model.verification import check_carried, verify_checkpoint
 from compressor.recipe.plan import ExpertPlan, LayerPlan, check_layers
-from compressor.records import read_object
+from compressor.records import Json, read_object
 from compressor.steps.configuration import (
     all_renames,
     expert_renames,
@@ -73,7 +73,7 @@ CARRIED = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class OutputSize:
     """Size of a checkpoint that a step stores in a way of its own, and bytes that wait in the work
     folder meanwhile."""
@@ -89,10 +89,11 @@ def carried_files(folder: Path) -> dict[str, bytes | Path]:
     None is hidden, and no config names code, which stays behind. Raises `CompressionError` naming a
     file that is a link out of the folder."""
     refuse_links(folder)
-    files: dict[str, bytes | Path] = {}
-    for path in sorted(folder.glob("[!.]*")):
-        if path.is_file() and CARRIED.fullmatch(path.name):
-            files[path.name] = path
+    files: dict[str, bytes | Path] = {
+        path.name: path
+        for path in sorted(folder.glob("[!.]*"))
+        if path.is_file() and CARRIED.fullmatch(path.name)
+    }
     for path in naming_code(folder):
         if path.name in files:
             files[path.name] = json_bytes(without_code(read_object(path)))
@@ -102,7 +103,7 @@ def carried_files(folder: Path) -> dict[str, bytes | Path]:
     return files
 
 
-def files_with(model: OpenModel, config: Mapping[str, Any]) -> dict[str, bytes | Path]:
+def files_with(model: OpenModel, config: Json) -> dict[str, bytes | Path]:
     """Return the files beside the weights: those of the source, and this config."""
     return {**carried_files(model.source.folder), "config.json": json_bytes(config)}
 
@@ -212,10 +213,11 @@ def own_outputs(
     parts = model.architecture.layers[0].parts
     is_quantized = model.layout.quantized
     tensors = model.checkpoint.tensors
-    whole = {}
-    for name, role in roles.items():
-        if tensors[name].is_plain and (role.kind == "plain" or (parts == 1 and not is_quantized)):
-            whole[name] = role
+    whole = {
+        name: role
+        for name, role in roles.items()
+        if tensors[name].is_plain and (role.kind == "plain" or (parts == 1 and not is_quantized))
+    }
     outputs = plan_outputs(model.checkpoint, whole, plan, model.architecture.decoder_layers)
     for name, role, _, stored in (
         expert_slots(roles, plan.by_module, parts) if parts > 1 and not is_quantized else ()
@@ -252,9 +254,10 @@ def _cut_head(
     def renamed(decoder_layer: str) -> Named:
         return ((name_of(name), content) for name, content in produce(inner))
 
-    renames: dict[str, str | None] = {}
-    for old, new in expert_renames(small.architecture, small.layout, alone).items():
-        renames[name_of(old)] = None if new is None else name_of(new)
+    renames: dict[str, str | None] = {
+        name_of(old): None if new is None else name_of(new)
+        for old, new in expert_renames(small.architecture, small.layout, alone).items()
+    }
     return outputs, renamed, renames
 
 
@@ -279,8 +282,7 @@ def _verify(model: OpenModel, experts: int, names: list[str], folder: Path) -> N
     if missing or any(head.layer.experts != experts for head in heads):
         raise CompressionError(
             "the written multi-token-prediction heads lack "
-            f"{', '.join(sorted(missing)) or 'the planned experts'}; "
-            "please report this model"
+            f"{', '.join(sorted(missing)) or 'the planned experts'}; please report this model"
         )
 
 
@@ -380,7 +382,7 @@ def copy_job(model: OpenModel) -> OutputJob:
     return make_job(model, untouched(model))
 
 
-def rewritten(job: OutputJob, change: Change, config: Mapping[str, Any] | None = None) -> OutputJob:
+def rewritten(job: OutputJob, change: Change, config: Json | None = None) -> OutputJob:
     """Return the job with each stored tensor changed, and with these fields of config.json.
 
     `change` has to work on tensors without data (on the device "meta"), too: shapes and dtypes are

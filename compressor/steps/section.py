@@ -5,20 +5,22 @@ card."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, Literal
 
 from compressor.document.blocks import Block, Text, Words
 from compressor.errors import CompressionError
 from compressor.formatting import counted, setting, short
+from compressor.frozen import frozen
 from compressor.recipe.plan import LayerPlan, correction_of
 from compressor.recipe.recipe import make_step
 from compressor.recipe.steps_plan import QUANTIZE, Plan, PlannedStep
+from compressor.records import Json
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Section:
     """What a step says, for all media."""
 
@@ -72,7 +74,7 @@ def with_reconstruction(
     section: Section, planned: PlannedStep, layers: Sequence[LayerPlan]
 ) -> Section:
     """Return a step's section with the correction of its layers, and what that does not mean."""
-    correct: Mapping[str, Any] = planned.options.get("correct") or {}
+    correct: Json = planned.options.get("correct") or {}
     method = correct.get("method", "none")
     if method == "none":
         return replace(section, facts={**section.facts, "Reconstruction": "none"})
@@ -100,7 +102,7 @@ def is_changed(planned: PlannedStep) -> bool:
     return "before" not in result or bool(result["after"] < result["before"])
 
 
-def divergence(result: Mapping[str, Any], changed: bool) -> str:
+def divergence(result: Json, changed: bool) -> str:
     """Return KL from the base, loss and flips (other greedy tokens) on held-out text, before and
     after."""
     parts = []

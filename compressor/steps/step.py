@@ -14,12 +14,14 @@ from compressor.data.sources import TextPart
 from compressor.distributed import ranks
 from compressor.divergence.evaluator import Evaluator
 from compressor.divergence.teacher_outputs import Distributions, read_base
+from compressor.frozen import frozen
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.progress import Clock, Progress
 from compressor.recipe.plan import ExpertPlan, parts_of
 from compressor.recipe.step import StepOptions
 from compressor.recipe.steps_plan import Decision, Plan, PlannedStep
+from compressor.records import Json
 from compressor.steps.job import OutputSize, make_job, untouched
 from compressor.steps.section import Section, undescribed
 from compressor.steps.tensors import OutputJob
@@ -32,7 +34,7 @@ OWN = "own"  # the part of a text that one step alone reads, wherever it lies
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Requirements:
     """The text, memory and disk space that a step needs."""
 
@@ -52,14 +54,14 @@ class Requirements:
         return self.text or self.part is not None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Result:
     """New values of stored tensors, by name, of the checkpoint before a step; figures as JSON.
 
     One mapping of `tensors` holds all that changes in a decoder layer.
     """
 
-    figures: Mapping[str, Any]
+    figures: Json
     tensors: Iterator[Mapping[str, torch.Tensor]] = field(default_factory=lambda: iter(()))
 
 
@@ -148,7 +150,7 @@ class Step(Generic[StepOptionsT]):
         return undescribed(planned)
 
 
-@dataclass(slots=True)
+@dataclass
 class Run:
     """What all steps of a run share."""
 
@@ -245,7 +247,7 @@ class State:
         return self.text.fit if self.text is not None and self.text.fit.batches else None
 
     @property
-    def own_text(self) -> Mapping[str, Any] | None:
+    def own_text(self) -> Json | None:
         """Identity of the step's own text; None if it reads that of the run."""
         own = self.step.options.calibration is not None
         return self.text.identity if own and self.text is not None else None

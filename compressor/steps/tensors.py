@@ -7,7 +7,7 @@ linear; a quantised checkpoint that must be mixed goes through the dequantised m
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from fractions import Fraction
 from functools import partial, reduce
 from pathlib import Path
@@ -27,6 +27,7 @@ from compressor.checkpoint.reader import (
 )
 from compressor.devices import as_float64
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.model.layout import Role
 from compressor.model.mtp import Head
 from compressor.recipe.plan import ExpertPlan, Group, LayerPlan
@@ -41,7 +42,7 @@ Weighted = Sequence[tuple[Tensor, float]]  # (member, coefficient)
 Named = Iterator[tuple[str, Iterator[Piece]]]  # names of tensors, and their bytes in order
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class OutputTensor:
     """One tensor of the output. `content` yields its bytes in order; None: they are made with its
     decoder layer.
@@ -74,7 +75,7 @@ class OutputTensor:
         return int(math.prod(self.shape) * self.density)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class OutputJob:
     """One checkpoint to write. `produce` yields the names and bytes of a decoder layer's
     tensors."""

@@ -11,7 +11,6 @@ bits per row itself, and at accuracy level 0 4 bits in blocks too. So the stock 
 rounded weights computes what the node does."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.model.architecture import experts_modules
 from compressor.model.experts import parameter_names
 from exporters.onnx.quantise import Scheme, codes, pack, rounded
@@ -98,7 +98,7 @@ def supported(experts: Any) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class MoeNode:
     """A node of the domain com.microsoft: its type, the module's tensors after token and logits,
     its attributes."""
@@ -237,7 +237,7 @@ def experts_forward(
     return output * top_k_weights.sum(-1, keepdim=True).to(hidden_states.dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LayerRoute:
     """The form of one MoE layer: one node, or a stock implementation and why."""
 

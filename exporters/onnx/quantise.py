@@ -6,17 +6,18 @@ the smallest squared error: somewhat below the largest value over the largest co
 cut off and all others gain."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from compressor.frozen import frozen
+
 # of the scale at which nothing is cut off: 1, 0.975, ..., 0.6
 RATIOS = tuple(1 - step / 40 for step in range(17))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Scheme:
     """The bits of a code, and the number of inputs that share a scale: all of a row without a
     block."""

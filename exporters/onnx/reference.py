@@ -7,13 +7,14 @@ memory together."""
 import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.model.loading import PartialModel
 from compressor.model.moe_layer import decoder_layer_of
 from compressor.model.opened import OpenModel
@@ -34,7 +35,7 @@ TEXT_SEED = 15
 NUDGE_SEED = 16
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Case:
     """Some tokens [B, S] with their mask [B, S], cut into chunks, and once observed the stock
     model's logits."""
@@ -51,7 +52,7 @@ class Case:
         return self.logits[self.mask.bool()]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Reference:
     """The stock model's answers."""
 

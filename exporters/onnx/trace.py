@@ -11,7 +11,6 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -23,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from compressor.errors import CompressionError, reason_of
+from compressor.frozen import frozen
 from compressor.model.architecture import experts_modules
 from compressor.model.experts import parameter_names
 from compressor.model.inputs import cache_argument
@@ -48,7 +48,7 @@ STOCK = "transformers.models."
 SMALL = 8192  # elements: with larger constants the optimiser computes nothing
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class AbsentWeight:
     """The source of an initialiser in the traced model: a tensor's name, and the order of its axes
     if changed.
@@ -101,7 +101,7 @@ def traced_model(partial: PartialModel, scheme: Scheme | None) -> tuple[Any, Fak
     return partial.model, mode
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TraceInputs:
     """The inputs that a model is traced with: example inputs, and the cache tensors among them."""
 

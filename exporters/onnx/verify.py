@@ -1,7 +1,6 @@
 """Verify that an ONNX graph computes what the stock model does, on all of its cases."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from compressor.answers.onnx import OnnxDecoder, open_session
 from compressor.errors import CompressionError, reason_of
+from compressor.frozen import frozen
 from compressor.progress import Progress
 from exporters.onnx.reference import CONTINUED, PROMPT, Case, Reference
 
@@ -20,7 +20,7 @@ MAPPED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Tolerance:
     """The error that logits may have: `absolute`, or `relative` times the largest logit if that is
     more.
@@ -42,7 +42,7 @@ EXACT = Tolerance(1e-4, 1e-5)
 HALF = Tolerance(1e-2, 1e-2, share=0.02)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Verification:
     """A graph's agreement with the stock model."""
 
@@ -118,7 +118,7 @@ def compare(
     )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RoundingCost:
     """The cost of rounding the experts: the stock model's logits before and after."""
 

@@ -5,8 +5,7 @@ layer at a time, while the stock model answers everything that the graph will be
 Runtime is asked; where the model does not fit into memory, the graph's weights are mapped from
 their file."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -20,6 +19,7 @@ from compressor.document.blocks import Block, Facts, Heading, Text
 from compressor.errors import CompressionError, reason_of
 from compressor.files import GRAPH, TOOL
 from compressor.formatting import human_bytes
+from compressor.frozen import frozen
 from compressor.memory import give_back
 from compressor.model.architecture import experts_modules
 from compressor.model.loading import PartialModel
@@ -28,7 +28,7 @@ from compressor.model.opened import OpenModel, open_model
 from compressor.model.remote_code import json_bytes, without_code
 from compressor.model.verification import check_carried
 from compressor.progress import Progress
-from compressor.records import read_object, value_as
+from compressor.records import Json, read_object, value_as
 from compressor.run_record import COMPRESSION, versions
 from compressor.steps.job import carried_files
 from compressor.steps.workdir import check_space, put
@@ -61,7 +61,7 @@ UNRECORDED = {"external_bytes", "stream"}
 OF_FILES = ("folder", "nbytes", "external")  # of the summary, which the record leaves out
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ExportSummary:
     """The graph that was written, and how well it agrees with the stock model."""
 
@@ -81,7 +81,7 @@ class ExportSummary:
         """The MoE layers that are not a single node, with the reason."""
         return tuple(route for route in self.routes if route.reason is not None)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         return {
             **asdict(self),
             "folder": str(self.folder),
@@ -328,16 +328,17 @@ def summary_of(out: Path) -> ExportSummary:
     return ExportSummary(**values)
 
 
-def _sizes(folder: Path) -> dict[str, Any]:
+def _sizes(folder: Path) -> Json:
     files = [path for path in (folder / GRAPH, folder / WEIGHTS) if path.exists()]
     return {"nbytes": sum(path.stat().st_size for path in files), "external": len(files) > 1}
 
 
-def plain_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+def plain_config(raw: Json) -> Json:
     """A config, and the configs inside it, without how weights are quantised: the graph's are
     not."""
-    config = {}
-    for name, value in raw.items():
-        if name != "quantization_config":
-            config[name] = plain_config(value) if isinstance(value, dict) else value
+    config = {
+        name: plain_config(value) if isinstance(value, dict) else value
+        for name, value in raw.items()
+        if name != "quantization_config"
+    }
     return config

@@ -219,7 +219,7 @@ def _first_of(
     return {layer.name: order[:number] for layer, order, number in divided}
 
 
-@dataclass(slots=True)
+@dataclass
 class _Search:
     """Measures divisions of the same sum, numbers in the order of the layers, each of them once."""
 
@@ -279,9 +279,10 @@ class _Search:
         costs = self.costs(divisions, "measure curves", few)
         for (position, number), figures in zip(changes, costs, strict=True):
             measured[position][number] = figures.means["kl"]
-        curves = []
-        for layer, order, costs_of_layer in zip(layers, self.orders, measured, strict=True):
-            curves.append(curve(self.constants[layer.name].missed[order].tolist(), costs_of_layer))
+        curves = [
+            curve(self.constants[layer.name].missed[order].tolist(), costs_of_layer)
+            for layer, order, costs_of_layer in zip(layers, self.orders, measured, strict=True)
+        ]
         return curves
 
     def moved(self, step: int) -> list[list[int]]:

@@ -149,16 +149,14 @@ class ConstantsStep(Step[Constants]):
             kept = left_by(total // groups, options.ratio) * groups
         if self.budget == EVEN and kept % count:
             raise CompressionError(
-                f"--experts-total {kept} does not divide over {count} layers; pass --budget "
-                "uneven or a multiple of "
-                f"{count}"
+                f"--experts-total {kept} does not divide over {count} layers; pass --budget uneven "
+                f"or a multiple of {count}"
             )
         least = sum(max(layer.top_k, 1) for layer in layers)
         if not least <= kept <= total:
             raise CompressionError(
                 f"{kept} experts in all cannot be kept: the {count} layers have {total}, and need "
-                f"{least} for their "
-                "top-k"
+                f"{least} for their top-k"
             )
         return kept
 
@@ -370,10 +368,9 @@ def refuse_model(model: OpenModel) -> None:
     )
     if fused is not None or not layout.regular:
         raise CompressionError(
-            f"--format mone leaves out single experts, but {model.architecture.family} "
-            "checkpoints store all experts "
-            f"of a layer together{'' if fused is None else f' ({fused})'}; compress without "
-            "--format mone"
+            f"--format mone leaves out single experts, but {model.architecture.family} checkpoints "
+            f"store all experts of a layer together{'' if fused is None else f' ({fused})'}; "
+            "compress without --format mone"
         )
     for layer in model.architecture.layers:
         prefixes = expert_prefixes(layout, layer)
@@ -395,7 +392,7 @@ def read_constants(
 ) -> tuple[OpenModel, ConstantsByLayer]:
     """Return a written checkpoint with constants, and these by experts module; an unfit one is a
     `CompressionError`."""
-    model = open_substituted(ModelSource(str(folder), None, folder), dtype, device)
+    model = open_substituted(ModelSource.of(folder), dtype, device)
     assert isinstance(model.checkpoint, SubstitutedCheckpoint)
     partial = model.partial
     return model, model.checkpoint.substitutes(
@@ -425,6 +422,5 @@ def _verify(
     if not difference <= TOLERANCE * max(float(expected.abs().max()), 1e-6):
         raise CompressionError(
             f"the written checkpoint's logits differ by {difference:.3g} from the source's with "
-            "constants; please "
-            "report this model"
+            "constants; please report this model"
         )

@@ -41,7 +41,7 @@ from compressor.model.streaming import (
 SMALL = 2**20  # bytes of experts that go together on a processor, whose caches hold their tokens
 
 
-@dataclass(slots=True)
+@dataclass
 class Rows:
     """Rows appended batch by batch to one buffer of an expected final length."""
 
@@ -64,7 +64,7 @@ class Rows:
         return torch.zeros(0, 1) if self.buffer is None else self.buffer[: self.used]
 
 
-@dataclass(slots=True)
+@dataclass
 class _Argument:
     """One argument of the router: rows by token (`dim` counts them), a tensor of the block, or a
     plain value."""
@@ -228,7 +228,7 @@ class Recording:
         return as_call((argument.keyword, value(argument)) for argument in self.arguments)
 
 
-@dataclass(slots=True)
+@dataclass
 class RefittedConstants:
     """Constants [D, H] in float32 that stand for experts of a layer, in slots behind those of the
     experts it keeps."""

@@ -64,7 +64,7 @@ STEPS_OF: Mapping[str, tuple[str, ...]] = {  # of each method; a step that lower
 }
 
 
-@dataclass(slots=True)
+@dataclass
 class _Chunk:
     """Tokens to fit on or to evaluate on: positions [m], routing, and the layer's residual [m,
     H], None where targets are fitted."""
@@ -89,7 +89,7 @@ def _chunks(layer: CutLayer, rows: Tensor, of_targets: bool = False) -> list[_Ch
     return chunks
 
 
-@dataclass(slots=True)
+@dataclass
 class _Block:
     """Features of some tokens: the gate-weighted activations of the same neurons of some experts,
     side by side.

@@ -22,6 +22,7 @@ from compressor.devices import as_float64
 from compressor.distributed import ranks
 from compressor.divergence.evaluator import FEWEST, Difference, Evaluator, HeldoutProbe
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.memory import give_back
 from compressor.model.architecture import head_of
 from compressor.model.constant_experts import SUFFIX, Substitutes
@@ -160,15 +161,14 @@ class BaseStream(EarlyBatches):
         if unknown and self.toward is not None:
             raise CompressionError(
                 f"{layer.name}: its experts' output is changed before it joins the hidden states, "
-                "so the target for "
-                "those is unknown; leave out correct.toward"
+                "so the target for those is unknown; leave out correct.toward"
             )
         share = TOWARD if self.toward is None else self.toward
         self.share = 0.0 if unknown else share
         self.factor = along / size if along and size else 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LayerWork:
     """The work on every layer of a pass in order: `decide` plans it, seeing the statistics that it
     `needs`.
@@ -194,7 +194,7 @@ class LayerWork:
         )
 
 
-@dataclass(slots=True)
+@dataclass
 class _InOrder(LayerVisitor):
     """Plans and refits each layer on the recorded batches of a pass, then lets them pass the
     smaller layer.

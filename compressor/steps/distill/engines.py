@@ -31,6 +31,7 @@ from compressor.devices import as_float64
 from compressor.distributed import ranks
 from compressor.divergence.evaluator import Evaluator, Figures
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.model.experts import parameter_names
 from compressor.model.inputs import forward_inputs
 from compressor.model.loading import saved_names, set_tensor
@@ -52,7 +53,7 @@ Masters = dict[str, Tensor]  # by name: a state-dict key, or one of a key's fact
 SCALE = 2.0  # LoRA's alpha / r
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TrainedLayer:
     """State-dict keys of what is trained of the decoder layer `decoder_layer`: `whole`, or through
     LoRA's factors."""
@@ -219,8 +220,7 @@ def _plain_dtype(model: OpenModel, key: str, name: str, value: Tensor) -> torch.
     if model.layout.quantized:
         raise CompressionError(
             f"tensor {name!r} is stored quantised, so nothing can be trained into it; distill the "
-            "model before it is "
-            "quantised, or train what is not, as the option train: router does"
+            "model before it is quantised, or train what is not, as the option train: router does"
         )
     raise _unknown_storage(key)
 
@@ -228,12 +228,11 @@ def _plain_dtype(model: OpenModel, key: str, name: str, value: Tensor) -> torch.
 def _unknown_storage(key: str) -> CompressionError:
     return CompressionError(
         f"{key} is not stored as transformers would write it, so it cannot be written back; load "
-        "the checkpoint with "
-        "transformers and save it anew"
+        "the checkpoint with transformers and save it anew"
     )
 
 
-@dataclass(slots=True)
+@dataclass
 class LayerState:
     """A decoder layer's masters, and the optimiser's state of each."""
 

@@ -5,7 +5,7 @@ emphasised count as more than one. B sequences of L tokens, V tokens in the voca
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from compressor.distributed import ranks
 from compressor.divergence.evaluator import rows_at_once
 from compressor.divergence.teacher_outputs import Distributions, top_divergence
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.model.inputs import Inputs
 from compressor.model.opened import OpenModel
 from compressor.model.streaming import Forward, ReverseVisitor
@@ -30,7 +31,7 @@ class NotFiniteError(Exception):
     """A loss or a gradient is no number, so the step must not be taken."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Batch:
     """Token ids [B, L], the base's answers on them, and how much each token counts [B, L]."""
 
@@ -39,7 +40,7 @@ class Batch:
     weights: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TrainingText:
     """Sequences to train on, each where it lies (batch, row)."""
 
@@ -105,9 +106,8 @@ def training_text(
             fit += [(number, row) for row in range(len(batch))]
     if len(fit) < options.sequences:
         raise CompressionError(
-            f"the text gives {len(fit)} sequences of {options.sequence_length} tokens to train "
-            "on, and a step takes "
-            f"{options.sequences}; give more text, or lower tokens_per_step"
+            f"the text gives {len(fit)} sequences of {options.sequence_length} tokens to train on, "
+            f"and a step takes {options.sequences}; give more text, or lower tokens_per_step"
         )
     rows = min(BATCH, options.sequences, rows_at_once(options.sequence_length, model.vocabulary))
     weighed = [

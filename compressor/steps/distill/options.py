@@ -60,8 +60,7 @@ class Distill(StepOptions):
         if self.tokens_per_step < self.sequence_length:
             raise ValueError(
                 f"tokens_per_step {self.tokens_per_step} is less than one sequence of "
-                f"{self.sequence_length} tokens; "
-                "raise it or lower sequence_length"
+                f"{self.sequence_length} tokens; raise it or lower sequence_length"
             )
         return self
 

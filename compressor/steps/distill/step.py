@@ -84,9 +84,10 @@ class DistillStep(Step[Distill]):
             blocks.append(Text(f"Training ended: {result['ended']}."))
         rows = []
         for evaluation in result.get("curve", ()):
-            losses = []
-            for name, value in evaluation["training"].items():
-                losses.append(f"{name} {short(value)}".replace("_", " "))
+            losses = [
+                f"{name} {short(value)}".replace("_", " ")
+                for name, value in evaluation["training"].items()
+            ]
             figures = [short(evaluation[name], 5) for name in ("kl", "loss")]
             figures.append(flips(evaluation["flips"]) if "flips" in evaluation else "-")
             rows.append((f"{evaluation['step']:,}", *figures, ", ".join(losses) or "-"))

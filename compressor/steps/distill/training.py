@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,8 +18,9 @@ from compressor.data.emphasis import rebalanced
 from compressor.distributed import ranks
 from compressor.divergence.evaluator import Difference, Evaluator, require_enough
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.progress import Progress
-from compressor.records import finite, read_as
+from compressor.records import Json, finite, read_as
 from compressor.steps.distill.engines import (
     Engine,
     InMemory,
@@ -50,7 +50,7 @@ NO_BETTER = "no better state came"
 DONE = "all steps were taken"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Evaluation:
     """Figures on held-out text after this number of steps: KL from the base, loss (nats per token)
     and flips."""
@@ -65,7 +65,7 @@ class Evaluation:
     kl_by_source: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
+@dataclass
 class TrainingState:
     """The progress of a distillation; `first` and `best_kl` are the KL of each held-out
     sequence."""
@@ -80,7 +80,7 @@ class TrainingState:
     def step(self) -> int:
         return self.curve[-1].step
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> Json:
         """Return the result as a plan has it; `changed` says if the best state is taken."""
         gained = Difference.of(self.first, self.best_kl)
         before = self.curve[0]
@@ -119,7 +119,7 @@ class TrainingState:
         return dict(zip(names, weights.tolist(), strict=True))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Training:
     """Trains the engine's layers, or resumes a killed run; the best state is left in `place`."""
 

@@ -8,12 +8,12 @@ repeatedly. Labels [E] number each expert's group."""
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from compressor.frozen import frozen
 from compressor.tolerance import rounded, stable_argmin
 
 # 3^12 subset pairs: a tenth of a second and 30 MB; each further expert triples both
@@ -26,7 +26,7 @@ TOLERANCE = 1e-12  # a gain below this share of the cost it removes is rounding,
 Members = tuple[int, ...]  # experts of a group, ascending
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Grouping:
     """A partition of the experts, with its cost.
 

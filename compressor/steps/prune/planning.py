@@ -21,6 +21,7 @@ from compressor.divergence.evaluator import HeldoutProbe
 from compressor.entry_points import STATISTICS, load
 from compressor.errors import CompressionError
 from compressor.formatting import ranges
+from compressor.frozen import frozen
 from compressor.model.inputs import Inputs
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.mtp import Head, names_of
@@ -29,7 +30,7 @@ from compressor.model.streaming import LayerVisitor
 from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan, LayerPlan, touched
 from compressor.recipe.registry import Strategy, load_strategy
-from compressor.records import read_as, read_json
+from compressor.records import Json, read_as, read_json
 from compressor.statistics.statistics import ATTRIBUTED, LayerStatistics
 from compressor.steps.correct.heads import ACCEPTANCE, chosen_heads, statistics_with_heads
 from compressor.steps.correct.options import Correct
@@ -52,7 +53,7 @@ UNREACHED = "experts_without_{}"  # text, or media: the figure of a layer
 Protected = Mapping[str, frozenset[int]]  # experts by the full name of their experts module
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Entry:
     """An entry of a list. Of a model whose experts are split, all parts of the `expert` of the
     source, or one `part`.
@@ -66,7 +67,7 @@ class Entry:
     module: str | None = None
 
 
-def _entries(protect: str | Path | Sequence[Mapping[str, Any]] | None) -> list[Entry]:
+def _entries(protect: str | Path | Sequence[Json] | None) -> list[Entry]:
     """Return the entries of a list, or of a JSON file as `moe-compress attribute` writes it,
     without other fields.
 
@@ -81,8 +82,7 @@ def _entries(protect: str | Path | Sequence[Mapping[str, Any]] | None) -> list[E
         if not path.is_file():
             raise CompressionError(
                 f"--protect {path} is neither 'auto' nor a file; write auto or graph:N, or name a "
-                "JSON list of experts "
-                "such as the hubs.json of moe-compress attribute"
+                "JSON list of experts such as the hubs.json of moe-compress attribute"
             )
         where = str(path)
         content = read_json(path, "mend it")
@@ -94,7 +94,7 @@ def _entries(protect: str | Path | Sequence[Mapping[str, Any]] | None) -> list[E
     return [read_as(Entry, entry, f"{where}, entry {number}") for number, entry in numbered]
 
 
-def with_list(protect: str | Sequence[Mapping[str, Any]] | None) -> Any:
+def with_list(protect: str | Sequence[Json] | None) -> Any:
     """Return the same, a file's list in place of its name, so that the options of a run do not
     depend on the file."""
     if protector_of(protect) is not None:
@@ -106,7 +106,7 @@ def with_list(protect: str | Sequence[Mapping[str, Any]] | None) -> Any:
 
 
 def given_protected(
-    protect: str | Path | Sequence[Mapping[str, Any]] | None, layers: Sequence[MoeLayer], keep: int
+    protect: str | Path | Sequence[Json] | None, layers: Sequence[MoeLayer], keep: int
 ) -> Protected:
     """Return the experts that a list, or a file with one, names; none without a list.
 
@@ -175,13 +175,12 @@ def strongest_that_fit(
     if gone:
         logger.warning(
             f"{gone} of {len(experts)} experts of --protect {protect} do not fit where {keep} are "
-            "kept in every layer, "
-            "so the weakest are not protected"
+            "kept in every layer, so the weakest are not protected"
         )
     return protected
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PruneSpec:
     """A requested plan, checked as far as that needs no data."""
 
@@ -190,7 +189,7 @@ class PruneSpec:
     heads: tuple[Head, ...] = ()  # multi-token-prediction heads that are planned along
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Planned:
     """A plan, and the seconds that deciding it took."""
 
@@ -198,7 +197,7 @@ class Planned:
     seconds: float
 
 
-@dataclass(slots=True)
+@dataclass
 class Planner:
     """Plans a model on text, whose batches ranks share.
 
@@ -339,8 +338,7 @@ class Planner:
             unreached = sum(layer.figures.get(UNREACHED.format("text"), 0) for layer in ordered)
             logger.warning(
                 "%s sees pictures or sound, and is calibrated on text alone, which never reached "
-                "%d of its %d experts "
-                "(%.1f %%); add a source with pictures to --calibration",
+                "%d of its %d experts (%.1f %%); add a source with pictures to --calibration",
                 model.source.label,
                 unreached,
                 experts,
@@ -383,8 +381,7 @@ def _layer_plan(
     if changed:
         raise CompressionError(
             f"{plan.module}: strategy {spec.strategy.name!r} does not keep protected expert "
-            f"{changed[0]} as it is; "
-            "choose another strategy or leave out --protect"
+            f"{changed[0]} as it is; choose another strategy or leave out --protect"
         )
     return plan
 

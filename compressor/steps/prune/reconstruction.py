@@ -6,7 +6,6 @@ drop experts the error is a quadratic form in gate weights, since y' = sum_k w_k
 outputs o. S sampled tokens, K top-k, E experts, H hidden, N slots of the smaller layer."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from compressor.devices import as_float64, float64_device
+from compressor.frozen import frozen
 from compressor.model.experts import apply_expert, routed
 from compressor.model.moe_layer import ExpertTensor
 from compressor.model.streaming import as_arguments, as_call
@@ -132,10 +132,11 @@ class SmallerRouter:
             # only the rows that integers among the arguments may name are remapped, as tables may
             # be long; all where none are whole numbers
             named = torch.arange(len(table), device=table.device)
-            numbers = []
-            for _, value in arguments:
-                if isinstance(value, Tensor) and value.dtype == torch.long:
-                    numbers.append(value.flatten())
+            numbers = [
+                value.flatten()
+                for _, value in arguments
+                if isinstance(value, Tensor) and value.dtype == torch.long
+            ]
             if numbers:
                 unique = torch.cat(numbers).unique()
                 named = unique[unique < len(table)]
@@ -192,7 +193,7 @@ def relative_error(stats: LayerStatistics, plan: LayerPlan) -> float:
     return gap / (float(before.square().sum()) or 1.0)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Routed:
     """Tokens routed among kept experts: gate weights [n, K], experts of the source [n, K], errors
     [n] in float64."""

@@ -7,7 +7,7 @@ sampled inputs. One merged expert exists at a time. S sampled tokens, K top-k, E
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from compressor.devices import as_float64
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.model.experts import Parameters, apply_expert, expert_parameters, routed
 from compressor.model.moe_layer import MoeLayer
 from compressor.options import NamedOptions
@@ -237,7 +238,7 @@ def competing(layer: MoeLayer) -> list[list[int]]:
     return [list(range(begin, begin + size)) for begin in range(0, layer.experts, size)]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Block:
     """Experts that compete for the same places: a routing group, or the whole layer."""
 
@@ -258,8 +259,7 @@ def blocks_of(layer: MoeLayer, keep: int, protected: frozenset[int]) -> list[Blo
             where = f" of experts {experts[0]} to {experts[-1]}" if layer.routing_groups > 1 else ""
             raise CompressionError(
                 f"{layer.name}: {len(fixed)} protected experts do not fit into the {capacity} "
-                f"places{where} when "
-                f"{keep} are kept; protect fewer or keep more"
+                f"places{where} when {keep} are kept; protect fewer or keep more"
             )
         blocks.append(Block(fixed, free, capacity - len(fixed)))
     return blocks

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 from compressor.document.blocks import Text
 from compressor.errors import CompressionError
@@ -18,6 +18,7 @@ from compressor.recipe.plan import ExpertPlan, describe_split, parts_of
 from compressor.recipe.registry import load_strategy
 from compressor.recipe.step import StepOptions
 from compressor.recipe.steps_plan import PlannedStep
+from compressor.records import Json
 from compressor.statistics.statistics import ATTRIBUTED, OUTPUTS, WEIGHTS
 from compressor.steps.correct.options import NONE
 from compressor.steps.correct.sequential import correct, correction_needs
@@ -113,7 +114,7 @@ class PruneStep(Step[Prune]):
         sees the compressed ones."""
         prune = self.options
         model = self.view(state.model)
-        split: Mapping[str, Any] | None = None
+        split: Json | None = None
         if self.why:
             split = shapes(model.whole or model, 1)
         if model.is_split:
@@ -255,7 +256,7 @@ def kept_sentence(kept: int, experts: int, parts: int) -> str:
     )
 
 
-def split_sentence(split: Mapping[str, Any]) -> str:
+def split_sentence(split: Json) -> str:
     """Return a sentence on a plan's split, with the reason if it was chosen automatically."""
     parts = split["parts"]
     why = split.get("why")

@@ -21,6 +21,7 @@ from compressor.devices import one_thread_each
 from compressor.divergence.evaluator import Evaluator, Figures
 from compressor.errors import CompressionError
 from compressor.formatting import human_bytes
+from compressor.frozen import frozen
 from compressor.model.opened import OpenModel
 from compressor.model.substitution import LayerTensors, Substitution
 from compressor.progress import Progress
@@ -41,7 +42,7 @@ Format = Scheme | None  # None leaves the matrices as they are stored
 Formats = Mapping["Unit", Format]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Unit:
     """Matrices that get one format: of a decoder layer its `experts`, or what is `dense`."""
 
@@ -386,7 +387,7 @@ def interpolated(error: float, known: Sequence[tuple[float, float]]) -> float:
     return float(least * (error / fine) ** power)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Tried:
     """A choice of formats that was measured against the model, on held-out text."""
 

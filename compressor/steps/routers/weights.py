@@ -23,11 +23,12 @@ from compressor.devices import as_float64
 from compressor.distributed import ranks
 from compressor.divergence.evaluator import Difference, Evaluator, Figures
 from compressor.divergence.teacher_outputs import Distributions, top_divergence
+from compressor.frozen import frozen
 from compressor.model.loading import set_tensor
 from compressor.model.moe_layer import MoeLayer
 from compressor.model.opened import OpenModel
 from compressor.model.router_logits import Product, router_weight, watched
-from compressor.model.streaming import LayerVisitor, Pass, ReversePass, ReverseVisitor
+from compressor.model.streaming import TINY, LayerVisitor, Pass, ReversePass, ReverseVisitor
 from compressor.model.substitution import LayerTensors, Substitution
 from compressor.progress import Progress
 
@@ -46,7 +47,7 @@ Weights = Mapping[str, Tensor]
 Answered = Sequence[tuple[Tensor, Distributions]]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RouterTrial:
     """A choice, the router tensors that it leads to, and their figures on held-out text."""
 
@@ -56,7 +57,7 @@ class RouterTrial:
     figures: Figures
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Round:
     """The step that a round took, and its gain in KL on held-out text in nats per token; zeros for
     nothing."""
@@ -75,7 +76,7 @@ class Round:
         return cls(trial.ridge, trial.step, gained.gain, gained.standard_error)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Calibrated:
     """New router tensors, with figures on held-out text before and after, and other facts."""
 
@@ -151,7 +152,7 @@ def calibrate_weights(
     return Calibrated(weights, before, best, tuple(rounds))
 
 
-@dataclass(slots=True)
+@dataclass
 class Moments:
     """X'X [H, H], X'G [H, E] and G'G [E, E] of a router's inputs X [T, H] and its logits' gradients
     G [T, E]."""
@@ -193,7 +194,7 @@ class Moments:
 
 def ridged(square: Tensor, ridge: float) -> Tensor:
     """Return a matrix of moments with that share of its mean diagonal added to the diagonal."""
-    added = ridge * square.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
+    added = ridge * square.diagonal().mean().clamp_min(TINY)
     return square + added * torch.eye(len(square), dtype=square.dtype)
 
 
@@ -303,7 +304,7 @@ def _moved(weights: Weights, moments: Mapping[str, Moments], ridge: float, step:
     return moved
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RouterShift:
     """Mean change of the late layers' router logits and of their scores, over all items (both [L,
     E]).
@@ -317,7 +318,7 @@ class RouterShift:
     agreement: float
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class BiasPlace:
     """The tensor of a layer's router that takes a bias.
 
@@ -343,7 +344,7 @@ class BiasPlace:
         return (as_float64(tensor).cpu() + change).to(tensor.dtype)
 
 
-@dataclass(slots=True)
+@dataclass
 class _Inputs(LayerVisitor):
     """X'X and X'1 of each router's inputs, and the layers whose product adds a bias."""
 

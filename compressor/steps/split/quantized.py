@@ -9,7 +9,7 @@ What the down projection is multiplied by goes into its scales, which a power of
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from compressor.checkpoint.reader import TensorInfo, modelopt_file
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.model.experts import width_of
 from compressor.model.layout import Role, expert_prefixes
 from compressor.model.moe_layer import MoeLayer
@@ -55,7 +56,7 @@ PACKED = 8  # numbers of 4 bits in one of 32
 FUSED = re.compile(r"\.(gate_up|down)_proj_(blocks|scales|bias)")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Cut:
     """The way in which one expert's stored tensor is divided among its parts."""
 
@@ -94,7 +95,7 @@ class Cut:
         return scaled
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StoredParts:
     """The cuts of every expert's stored tensors of the `whole` model; `block` neighbouring neurons
     stay together."""
@@ -190,9 +191,11 @@ def stored_parts(whole: OpenModel, factors: Factors) -> StoredParts:
     if math.frexp(factors.output)[0] != 0.5:
         raise CompressionError(f"scales times {factors.output:g} are rounded")
     for layer in whole.architecture.layers:
-        renames = {}  # of single experts, which become several
-        for expert, old in expert_prefixes(whole.layout, layer).items():
-            renames[old] = f"{old.rpartition('.')[0]}.{expert * factors.parts + 1}"
+        # of single experts, which become several
+        renames = {
+            old: f"{old.rpartition('.')[0]}.{expert * factors.parts + 1}"
+            for expert, old in expert_prefixes(whole.layout, layer).items()
+        }
         if renumbered_quantization(configs, renames) != configs:
             raise CompressionError("its quantization_config speaks of single experts")
     suffixes = dict[str, set[str]]()  # of what is stored beside a weight

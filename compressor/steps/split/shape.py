@@ -13,7 +13,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import product
 from operator import attrgetter
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.errors import CompressionError
+from compressor.frozen import frozen
 from compressor.model.architecture import (
     Architecture,
     build_meta,
@@ -42,7 +42,7 @@ ROUNDING = 1e-5  # of the largest output: reordering float32 sums may differ by 
 Fields = dict[str, Any]  # of a config, by dotted path
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SplitShape:
     """The split model that the config alone defines; `fields` are the changed ones by dotted path,
     in order."""
@@ -112,10 +112,11 @@ def _candidates(
 ) -> list[tuple[str, Any]]:
     """The fields that hold one of these numbers, and what they hold: the first by this `order`,
     then by depth."""
-    named = []
-    for path, value in config_numbers(config):
-        if not {*values}.isdisjoint(value if isinstance(value, list) else [value]):
-            named.append((path, value))
+    named = [
+        (path, value)
+        for path, value in config_numbers(config)
+        if not {*values}.isdisjoint(value if isinstance(value, list) else [value])
+    ]
     return sorted(named, key=lambda entry: (order(entry[0]), entry[0].count("."), entry[0]))
 
 
@@ -138,8 +139,7 @@ def top_k_fields(
                 return fields, seen
     raise CompressionError(
         f"{architecture.family}: no field of the config sets how many experts a token is routed "
-        "to, so that cannot be "
-        "changed"
+        "to, so that cannot be changed"
     )
 
 

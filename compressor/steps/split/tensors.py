@@ -8,12 +8,12 @@ E experts, I neurons of each, H hidden, S parts. Expert e becomes eS to eS + S -
 groups of neighbours stay together."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from compressor.frozen import frozen
 from compressor.model.architecture import build_meta
 from compressor.model.experts import expert_parameters, parameter_names
 from compressor.model.loading import PartialModel, set_tensor
@@ -22,7 +22,7 @@ from compressor.steps.cutting import Tensors, cut_keys, reordered
 from compressor.steps.tensors import refuse_overflow
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Factors:
     """S parts of an expert, and what a part's down projection and its entries beside the router's
     weight are times."""

@@ -8,7 +8,6 @@ of each: those of a layer [E, I] stand in it as ceil(log2 S) bits each, row by r
 import base64
 import copy
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,6 +26,7 @@ from compressor.model.mtp import known_heads
 from compressor.model.opened import OpenModel, served_model
 from compressor.progress import Progress
 from compressor.recipe.plan import MOST_PARTS, check_split
+from compressor.records import Json
 from compressor.statistics.statistics import WEIGHTS, LayerStatistics, collect
 from compressor.steps.configuration import fields_set
 from compressor.steps.cutting import Tensors
@@ -217,15 +217,16 @@ def partitioned(
     parts = model.architecture.layers[0].parts
     block = model.stored_parts.block if model.stored_parts else 1
     needs = WEIGHTS if text is None else WEIGHTS | {"squared_neuron_sum"}
-    orders = {}
 
     def order(stats: LayerStatistics) -> Tensor:
         return order_of(neuron_energies(stats), parts, block)
 
-    for stats in collect(
-        whole, needs, None if text is None else text.without_heldout(), progress, seed
-    ):
-        orders[stats.layer.name] = ranks().broadcast(partial(order, stats))
+    orders = {
+        stats.layer.name: ranks().broadcast(partial(order, stats))
+        for stats in collect(
+            whole, needs, None if text is None else text.without_heldout(), progress, seed
+        )
+    }
     facts = {"calibration": None if text is None else text.identity}
     return with_neuron_order(model, orders, facts)
 
@@ -236,7 +237,7 @@ def shapes(whole: OpenModel, parts: int) -> dict[str, Any]:
     return {"parts": parts, "experts": served.experts, "top_k": served.top_k, "width": served.width}
 
 
-def with_neuron_order(model: OpenModel, orders: Tensors, facts: Mapping[str, Any]) -> OpenModel:
+def with_neuron_order(model: OpenModel, orders: Tensors, facts: Json) -> OpenModel:
     """Return the split model with the order [E, I] of each layer's neurons, by its name.
 
     `facts` join the plan's entry.
@@ -261,7 +262,7 @@ def with_neuron_order(model: OpenModel, orders: Tensors, facts: Mapping[str, Any
     return replace(model, partial=ordered, split=entry)
 
 
-def as_decided(model: OpenModel, split: Mapping[str, Any] | None, top_k: int | None) -> OpenModel:
+def as_decided(model: OpenModel, split: Json | None, top_k: int | None) -> OpenModel:
     """Return the model split as a plan's entry says, and with this top-k; refuses a split that does
     not fit."""
     if (model.split, model.top_k) == (split, top_k):
