@@ -304,8 +304,6 @@ def sensitivities(
     Parts of the text [B, L] take turns, one for each unit. Single KLs don't quite add up, and a
     part differs from the text: units' KLs are scaled so that their sum is that of all together."""
     errors = dict[Unit, list[float]]()
-    probed = list[tuple[int, int]]()  # number of a unit, number of its format
-    variants = []
 
     def measured(unit: Unit, own: Sequence[Scheme], change: Substitution) -> Substitution:
         assert change.tensors is not None
@@ -318,46 +316,43 @@ def sensitivities(
 
         return replace(change, tensors=and_errors)
 
-    whole = dict[Unit, Scheme](), dict[Unit, Scheme]()  # the smallest formats, those of MIDDLE bits
-    for number, (unit, own) in enumerate(zip(units, schemes, strict=True)):
-        middle = next((place for place, one in enumerate(own) if one.bits >= MIDDLE), 0)
-        for formats, place in zip(whole, (0, middle), strict=True):
-            formats[unit] = own[place]
-            probed.append((number, place))
-            variants.append(measured(unit, own, rounding(model, {unit: own[place]}, dtype)))
+    variants, whole = [], []
+    middle = [
+        next((place for place, one in enumerate(own) if one.bits >= MIDDLE), 0) for own in schemes
+    ]
+    levels = [0] * len(units), middle  # the places of each unit's formats
+    for places in levels:
+        formats = {unit: own[at] for unit, own, at in zip(units, schemes, places, strict=True)}
+        whole.append(rounding(model, formats, dtype))
+        for unit, own in zip(units, schemes, strict=True):
+            alone = rounding(model, {unit: formats[unit]}, dtype)
+            variants.append(measured(unit, own, alone))
     sets = probes_of(batches, len(variants))
     evaluator = Evaluator(model, sets)
-    parts = list[list[int]]()  # of the evaluator's batches, for each variant
-    for number, _ in probed:
+    parts = list[list[int]]()  # of the evaluator's batches, for each unit
+    for number in range(len(units)):
         of_set = number % len(sets)
-        parts.append([place for place, part in enumerate(evaluator.domains) if part == of_set])
-    everything = [place for place, part in enumerate(evaluator.domains) if part % 2 == 0]
-    variants += [rounding(model, formats, dtype) for formats in whole]
-    *alone, coarse, fine = evaluator.measure(
-        model,
-        variants,
-        progress=progress,
-        phase="round units alone",
-        only=[*parts, everything, everything],
-    )
-    sums = [sum(figure.means["kl"] for figure in alone[level::2]) for level in (0, 1)]
-    scales = [
-        max(figure.means["kl"], LEAST) / max(total, LEAST)
-        for figure, total in zip((coarse, fine), sums, strict=True)
-    ]
+        parts.append([batch for batch, part in enumerate(evaluator.domains) if part == of_set])
+    half = [batch for batch, part in enumerate(evaluator.domains) if part % 2 == 0]
+    variants += whole
+    only = [*parts, *parts, half, half]
+    phase = "round units alone"
+    figures = evaluator.measure(model, variants, progress=progress, phase=phase, only=only)
     known = defaultdict[int, list[tuple[float, float]]](list)  # error and KL of a unit's formats
-    for turn, ((number, place), figure) in enumerate(zip(probed, alone, strict=True)):
-        value = max(scales[turn % 2] * figure.means["kl"], LEAST)
-        known[number].append((errors[units[number]][place], value))
-    relative = max(
-        float(figure.kl.std()) / math.sqrt(figure.sequences) / max(figure.means["kl"], LEAST)
-        for figure in (coarse, fine)
-    )
-    kl, nbytes = [], []
+    relative = 0.0
+    for level, (places, all_so) in enumerate(zip(levels, figures[-2:], strict=True)):
+        mean = max(all_so.means["kl"], LEAST)
+        spread = float(all_so.kl.std().nan_to_num(math.inf))  # of one sequence none is known
+        relative = max(relative, spread / math.sqrt(all_so.sequences) / mean)
+        single = [figure.means["kl"] for figure in figures[level * len(units) :][: len(units)]]
+        scale = mean / max(sum(single), LEAST)
+        for number, (place, kl) in enumerate(zip(places, single, strict=True)):
+            known[number].append((errors[units[number]][place], max(scale * kl, LEAST)))
+    kls, nbytes = [], []
     for number, (unit, own) in enumerate(zip(units, schemes, strict=True)):
-        kl.append([interpolated(error, known[number]) for error in errors[unit]])
+        kls.append([interpolated(error, known[number]) for error in errors[unit]])
         nbytes.append([unit_bytes(unit, scheme, dtype) for scheme in own])
-    return Sensitivities(units, schemes, kl, nbytes, relative, together)
+    return Sensitivities(units, schemes, kls, nbytes, relative, together)
 
 
 def unit_bytes(unit: Unit, scheme: Scheme, dtype: torch.dtype) -> int:
