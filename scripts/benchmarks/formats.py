@@ -12,7 +12,6 @@ from scripts.benchmarks import frame
 
 NAME = "formats"
 BITS = (2.5, 3.0, 3.5, 4.5)  # of a quantised weight, scales included
-BITS_WITH_DROPS = (5.0, 3.5)  # of a parameter of the base
 ALL = "for all"  # which names of choices with one format end in
 
 
@@ -30,7 +29,7 @@ def measure(given: Any, folder: Path) -> dict[str, Any]:
                 frame.run_child([*frame.COMMAND, "plan", given.model, "-o", str(output), *flags, *text])
             choices = json.loads(output.read_text(encoding="utf-8"))["steps"][-1]["plan"]["choices"]
             rows += [{"seed": seed, "bits": bits, **choice} for choice in choices]
-        for bits in BITS_WITH_DROPS:
+        for bits in filter(None, given.drops):
             output = folder / f"drops-{bits}-{seed}"
             if not (output / "comparison.json").exists():
                 flags = ["--bits", str(bits), "--correct", "ridge", "--heldout", given.heldout]

@@ -6,7 +6,8 @@
 
 `measure` runs `moe-compress compare` for each table and seed (and the demo for --name demo) in the folder `work`, whose
 comparisons it doesn't repeat, and keeps what the tables need in docs/assets/results/NAME.json. `write` puts each table
-between its two markers in the pages, and draws docs/assets/loss-over-bytes.svg. `--only real` is in real.py.
+between its two markers in the pages, and draws docs/assets/loss-over-bytes.svg. `--only real` is in real.py,
+`--only formats` in formats.py.
 """
 
 import datetime
@@ -308,6 +309,7 @@ def main() -> None:
     """Measure, or write the page and the plot."""
     names = {"name": None, "title": None, "text": DEMO, "heldout": DEMO, "questions": None}
     of_real = {"chats": 200, "budget": "165MB", "rows": [real.USUAL], "llama": None, "llama_cpp": None}
+    of_real["drops"] = [5.0, 3.5]  # bits of a parameter, into which experts and formats are fitted; 0 for none
     parser = frame.options(__doc__, **names, samples=256, length=128, seeds=[0], only=["all"], **of_real)
     parser.add_argument("what", choices=("measure", "write"))
     parser.add_argument("model", nargs="?", help="of measure: a folder or an id of the Hub")
