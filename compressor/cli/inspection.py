@@ -40,7 +40,7 @@ def inspect(
     content = asdict(inspection)
     blocks = inspection_blocks(inspection)
     if text.data:
-        from compressor.pipeline.resolve import HELDOUT, open_run, read_calibration
+        from compressor.pipeline.resolve import open_run, read_calibration
         from compressor.report.price import price_blocks, prices
         from compressor.report.text_check import check_text, text_blocks
 
@@ -48,9 +48,9 @@ def inspect(
             progress_bars(running.as_json) as progress,
             open_run(model, **running.reading(progress), resident=running.resident) as session,
         ):
-            calibration = read_calibration(session, text, seed=0, heldout=HELDOUT)
-            check = check_text(session, text, calibration.without_heldout())
-            found = prices(session, calibration)
+            calibration = read_calibration(session, text, seed=0)
+            check = check_text(session, text, calibration)
+            found = prices(session, text)
         content |= {"text": check.to_dict(), "prices": list(map(asdict, found))}
         blocks += [*text_blocks(check), *price_blocks(found, inspection.experts)]
     print_report(running.as_json, content, blocks)

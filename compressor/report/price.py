@@ -9,18 +9,19 @@ from pathlib import Path
 
 from compressor.checkpoint.reader import Size
 from compressor.data.batches import Calibration, EvaluationSet
-from compressor.divergence.evaluator import Evaluator
+from compressor.divergence.evaluator import FEWEST, Evaluator
 from compressor.document.blocks import Block, Table, Text
 from compressor.formatting import human_bytes
 from compressor.frozen import frozen
-from compressor.pipeline.resolve import Session
-from compressor.report.sizes import PlannedShare, dense_matrices, plan_shares
-from compressor.steps.correct.options import Correct
+from compressor.pipeline.resolve import HELDOUT, Session, read_calibration
+from compressor.recipe.step import TextOptions
+from compressor.report.sizes import RIDGE, PlannedShare, dense_matrices, plan_shares
 from compressor.steps.job import output_size, untouched
 from compressor.steps.prune.options import Prune
 from compressor.steps.quantize.choosing import candidates, chosen_layers, sensitivities
 
 TARGETS = (Fraction(3, 4), Fraction(1, 2), Fraction(1, 3))  # of the bytes
+MOST_TOKENS = 32768  # that a price is measured on; a run on as many takes minutes
 REDUNDANT = 0.1  # nats per token that 3/4 of the bytes may cost a model with redundant experts
 
 
@@ -38,8 +39,9 @@ class Cost:
 
 @frozen
 class Price:
-    """What fits into so many bytes: by pruning alone, measured before refitting, which wins back a
-    part; or by bits by layer alone, predicted. None where nothing fits."""
+    """What fits into so many bytes: by pruning alone, measured after refitting in closed form,
+    beside which `tune` wins back more; or by bits by layer alone, predicted. None where nothing
+    fits."""
 
     share: Fraction
     bytes: int
@@ -49,10 +51,14 @@ class Price:
     quantised: Cost | None
 
 
-def prices(session: Session, data: Calibration) -> list[Price]:
-    """Price an opened model on text: plans of the default strategy are measured on what is held
-    out; each unit's rounding, which the other matrices share, on the rest."""
+def prices(session: Session, text: TextOptions) -> list[Price]:
+    """Price an opened model on at most `MOST_TOKENS` of a text: plans of the default strategy are
+    measured on what is held out, the rounding of each layer's experts and other matrices on the
+    rest."""
     base = session.model
+    samples = min(text.samples, max(MOST_TOKENS // text.sequence_length, 2 * FEWEST))
+    few = text.model_copy(update={"samples": samples})
+    data = read_calibration(session, few, 0, max(HELDOUT, min(FEWEST / samples, 0.5)))
     nbytes = Size.of(base.checkpoint.tensors.values()).bytes
     pruned = _pruned(session, data, [int(nbytes * target) for target in TARGETS])
     whole = PlannedShare(Fraction(1), base, untouched(base))
@@ -89,7 +95,7 @@ def _pruned(
         if fitting:
             counts[limit] = max(fitting)
     costs = dict[int, Cost]()
-    prune = Prune(correct=Correct(method="none"))
+    prune = Prune(correct=RIDGE)
     shares = [Fraction(count, experts) for count in counts.values()]
     with tempfile.TemporaryDirectory() as folder:
         given = data, session.progress, 0, shares, Path(folder)
@@ -119,11 +125,11 @@ def price_blocks(found: Sequence[Price], experts: int) -> list[Block]:
         pruned, quantised = costs
         size = f"{price.share} ({human_bytes(price.bytes)})"
         rows.append((size, kept, pruned, bits, quantised))
-    columns = ("of the bytes", "experts", "KL, not refitted", "or bits", "KL, predicted")
+    columns = ("of the bytes", "experts", "KL, refitted", "or bits", "KL, predicted")
     title = "Price: KL from this model in nats per token ± its standard error"
     blocks: list[Block] = [Table(title, columns, rows)]
     first = found[0].pruned
-    if first is None or first.kl > REDUNDANT:
+    if first is None or first.kl - 2 * (first.standard_error or 0.0) > REDUNDANT:
         blocks.append(Text("This checkpoint has little redundancy: its experts are all in use."))
     pairs = [(price.pruned, price.quantised) for price in found]
     if all(cut is None or (cost and cost.kl < cut.kl) for cut, cost in pairs):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from compressor.pipeline.resolve import HELDOUT, open_run, read_calibration
+from compressor.pipeline.resolve import open_run, read_calibration
 from compressor.progress import SILENT
 from compressor.recipe.step import TextOptions
 from compressor.report.price import prices
@@ -36,12 +36,12 @@ def log_probabilities(folder: Path, batch: torch.Tensor, kept: Sequence[Sequence
     return model(batch).logits[:, :-1].double().log_softmax(dim=-1)
 
 
-def test_each_size_is_priced_as_stock_measures_what_fits(tmp_path: Path, run: Run) -> None:
+def test_what_fits_costs_less_than_the_same_experts_do_by_stock_without_a_refit(tmp_path: Path, run: Run) -> None:
     folder, text = small.save(tmp_path / "m"), str(small.text_file(tmp_path))
     options = {"samples": 16, "sequence_length": 16}
     with open_run(str(folder), device="cpu") as session:
-        data = read_calibration(session, TextOptions(data=(text,), **options), 0, HELDOUT)
-        found = prices(session, data)
+        asked = TextOptions(data=(text,), **options)
+        data, found = read_calibration(session, asked, 0, 0.5), prices(session, asked)
         spec = spec_of(Prune(experts=found[0].experts), session.model)
         plan = Planner(session.model, data, SILENT).plans([spec])[0].plan
     kept = [[group.members[0] for group in layer.groups] for layer in plan.layers]
@@ -50,7 +50,8 @@ def test_each_size_is_priced_as_stock_measures_what_fits(tmp_path: Path, run: Ru
     assert price.experts is not None and price.pruned is not None
     batch = torch.cat(data.heldout_batches)
     base, made = log_probabilities(folder, batch), log_probabilities(folder, batch, kept)
-    assert price.pruned.kl == pytest.approx(float((base.exp() * (base - made)).sum(-1).mean()), rel=1e-4)
+    # the same experts, before they are refitted
+    assert 0 < price.pruned.kl <= float((base.exp() * (base - made)).sum(-1).mean())
     smaller = zoo.build("mixtral", vocab_size=small.VOCABULARY, num_local_experts=price.experts)
     nbytes = sum(value.nbytes for value in smaller.state_dict().values())
     assert nbytes <= price.bytes
