@@ -75,6 +75,7 @@ for percent, (share, shown) in SHARES.items():
         ROWS.setdefault(key, row)
     ROWS[f"random-{percent}"] = Row(f"{shown}, random", "--no-evaluate", share, "random")
 ROWS["budget"] = Row("best pair in {budget}", f"--bytes {{budget}} {READING}", 0, "budget")
+PLOTTED = "smollm2-moe"  # which has rows of all shares
 USUAL = "usual"
 SLOW = ("best-75", "best-50", "budget")  # that are measured only when they are named
 SUMMARY = ("int4", "default-75", "fast-75", "default-50", "reap-50")
@@ -330,9 +331,12 @@ def sections(name: str, experiment: Mapping[str, Any]) -> dict[str, str]:
     chats = max(row.get("chats", 0) for row in rows)
     measured = (
         f"Measured on {experiment['date']}. A stock pass is one of {forward['tokens']:,} tokens of the calibration"
-        f" text, {forward['cpu']:.0f} seconds of the processor. The recipes random-75 and random-50 list experts drawn at"
-        f" random. Loops and missed ends are of {chats} chats."
+        f" text, {forward['cpu']:.0f} seconds of the processor."
     )
+    if any(row["method"] == "random" for row in rows):
+        measured += " The recipes random-75 and random-50 list experts drawn at random."
+    if chats:
+        measured += f" Loops and missed ends are of {chats} chats."
     summary = rows_table(experiment, SUMMARY, ("KL", "seconds", "peak GB"))
     whole = rows_table(experiment, [row["name"] for row in rows])
     return {

@@ -256,7 +256,7 @@ def draw_plot(subjects: Sequence[Subject]) -> None:
 
     plotted = list[Subject]()
     for subject in subjects:
-        if real.NAME in subject.experiments:
+        if subject.name == real.PLOTTED:
             plotted.insert(0, replace(subject, experiments=real.curves(subject.experiments[real.NAME])))
         elif subject.rows("sizes"):
             plotted.append(subject)
