@@ -148,3 +148,16 @@ def test_keys_and_values_take_what_the_stock_cache_does(name: str) -> None:
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * len(nbytes)
     longer = cache_bytes(model.config, 1001, torch.float32) - cache_bytes(model.config, 1000, torch.float32)
     assert longer == kinds.count("full_attention") * nbytes[0] // tokens  # beyond the window, others grow no more
+
+
+@pytest.mark.full
+def test_random_experts_are_drawn_from_each_routing_group(home: Path, run: Run, tmp_path: Path) -> None:
+    model = small.save(tmp_path / "model", "deepseek_v3", hidden_size=64, moe_intermediate_size=64)
+    sizes = ("--samples", 24, "--sequence-length", 32, "--calibration", home / "calibration.txt", "--correct", "none")
+    nbytes = sum(value.nbytes for value in small.tensors_of(model).values())
+    assert (
+        run("compare", model, "-o", tmp_path / "out", "--bytes", nbytes // 5, *sizes, "--strategies", "aimer").status
+        == 0
+    )
+    rows = json.loads((tmp_path / "out" / "comparison.json").read_text(encoding="utf-8"))["rows"]
+    assert [row["experts"] for row in rows if row["name"] == "random"]

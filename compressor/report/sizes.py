@@ -467,7 +467,11 @@ def random_trial(
     draw = random.Random(seed)
     order = {}
     for layer in share.model.architecture.layers:
-        kept = draw.sample(range(layer.experts), share.plan.experts)
+        groups = layer.routing_groups  # as many of each stay
+        size = layer.experts // groups
+        kept = list[int]()
+        for begin in range(0, layer.experts, size):
+            kept += draw.sample(range(begin, begin + size), share.plan.experts // groups)
         order[str(layer.index)] = " ".join(map(str, kept))
     prune = Prune(strategy="listed", options={"order": order}, split=variant.split)
     (drawn,), _ = plan_shares(base, [prune], data, progress, seed, [share.share], folder)
