@@ -9,7 +9,21 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from compressor.steps.quantize.choosing import Sensitivities, Unit, interpolated
+from compressor.divergence.evaluator import Evaluator
+from compressor.pipeline.resolve import open_run, read_calibration
+from compressor.progress import SILENT
+from compressor.recipe.step import TextOptions
+from compressor.steps.quantize.choosing import (
+    Sensitivities,
+    Unit,
+    candidates,
+    interpolated,
+    probes_of,
+    rounding,
+    sensitivities,
+    units_of,
+)
+from compressor.steps.quantize.matrices import ALL, find_matrices
 from compressor.steps.quantize.scheme import Scheme
 from tests.support import small
 from tests.support.command_line import Run, refused
@@ -53,6 +67,26 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small.save(folder / "model", hidden_size=64, intermediate_size=64)
     small.text_file(folder)
     return folder
+
+
+@pytest.mark.usefixtures("offline")
+def test_predictions_add_up_to_the_kl_of_all_units_together(home: Path) -> None:
+    with open_run(str(home / "model"), device="cpu") as session:
+        model = session.model
+        asked = TextOptions(data=(str(home / "calibration.txt"),), samples=16, sequence_length=32)
+        batches = read_calibration(session, asked, 0).batches
+        units = units_of(find_matrices(model, ALL).every)
+        schemes = [candidates(unit, ()) for unit in units]
+        table = sensitivities(model, units, schemes, batches, torch.float32, SILENT)
+        # of the sets of text, every other one
+        text = torch.cat([part.batches[0] for part in probes_of(batches, 2 * len(units))[::2]])
+        whole = Evaluator.of(model, [text])
+        for place, bits in ((0, 2), (next(n for n, own in enumerate(schemes[0]) if own.bits == 4), 4)):
+            choice = [place] * len(units)
+            assert {scheme.bits for scheme in table.formats(choice).values() if scheme} == {bits}
+            (figures,) = whole.measure(model, [rounding(model, table.formats(choice), torch.float32)])
+            assert table.predicted(choice) == pytest.approx(figures.means["kl"], rel=1e-3)
+    assert 0 < table.relative < 1
 
 
 @pytest.mark.usefixtures("offline")
