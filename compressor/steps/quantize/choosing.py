@@ -236,11 +236,18 @@ class Sensitivities:
 
     def alike(self, limit: int) -> list[int] | None:
         """Return the choice of one format for all at the least sum of KLs, in at most so many
-        bytes; None if there is none."""
+        bytes; None if there is none. Units that its groups don't divide have others."""
         choices = list[list[int]]()
         for scheme in filter(None, self.schemes[0]):
-            if all(scheme in schemes for schemes in self.schemes):
-                choices.append([schemes.index(scheme) for schemes in self.schemes])
+            choice = list[int]()
+            for own in self.schemes:
+                named = [
+                    place for place, each in enumerate(own) if each and each.name == scheme.name
+                ]
+                exact = [place for place in named if own[place] == scheme]
+                choice += (exact or named)[:1]
+            if len(choice) == len(self.units):
+                choices.append(choice)
         fitting = [choice for choice in choices if self.total(choice) <= limit]
         return min(fitting, key=self.predicted, default=None)
 
