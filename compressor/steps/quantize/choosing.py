@@ -244,7 +244,7 @@ class Sensitivities:
                 named = [
                     place for place, each in enumerate(own) if each and each.name == scheme.name
                 ]
-                exact = [place for place in named if own[place] == scheme]
+                exact = [at for at in named if own[at] == scheme]
                 choice += (exact or named)[:1]
             if len(choice) == len(self.units):
                 choices.append(choice)
