@@ -28,7 +28,9 @@ PADDING = (0, 3, 6)  # tokens of padding on the left of three sequences of 12 pl
 PADDED_LENGTH = 12
 PROMPT = 8
 CONTINUED = "token by token"  # the case of a text of which the argmax tokens are compared, too
-DRAWS = 3  # of nudges of every case: enough to meet a router's near tie, if there are any
+DRAWS = 3  # of nudges of every case, by one unit in the last place
+TIE_DRAWS = 5  # and of wider ones, of which half break a router's near tie in another way
+WIDE = 64  # units
 NUDGED_NAME = "nudged"
 PROMPT_SEED = 13
 TEXT_SEED = 15
@@ -45,6 +47,8 @@ class Case:
     mask: Tensor
     chunks: tuple[int, ...]
     logits: Tensor = field(default_factory=lambda: torch.empty(0))  # [B, S, V]
+    # how far wide nudges move a logit of each token that is no padding at most: [T], or [1] for all
+    moved: Tensor = field(default_factory=lambda: torch.zeros(1))
 
     @property
     def real(self) -> Tensor:
@@ -133,9 +137,13 @@ def questions(model: Any, past: bool, tokens: int) -> tuple[Case, ...]:
 
 
 def nudge(hidden_states: Tensor, draw: int = 0) -> Tensor:
-    """A layer's input with each value moved to a neighbouring one, up or down by a fixed draw."""
+    """A layer's input with each value moved to a neighbouring one, up or down by a fixed draw; from
+    the draw `DRAWS` on by `WIDE` units in the last place."""
     generator = torch.Generator().manual_seed(NUDGE_SEED + draw)
     up = torch.rand(hidden_states.shape, generator=generator) < 0.5
+    if draw >= DRAWS:
+        step = WIDE * torch.finfo(hidden_states.dtype).eps
+        return hidden_states * torch.where(up, 1 + step, 1 - step).to(hidden_states)
     return hidden_states.nextafter(torch.where(up, torch.inf, -torch.inf))
 
 
@@ -171,7 +179,9 @@ class _Observer(LayerVisitor):
 
     def __init__(self, partial: PartialModel, cases: Sequence[Case], shown: Shown | None) -> None:
         self.partial = partial
-        self.cases = [*cases]
+        self.count = len(cases)
+        nudged = [replace(case, name=NUDGED_NAME) for case in cases]
+        self.cases = [*cases, *(DRAWS + TIE_DRAWS) * nudged]
         self.shown = shown
 
     def arguments(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -184,7 +194,7 @@ class _Observer(LayerVisitor):
         if self.cases[batch].name != NUDGED_NAME:
             return layer_forward
         return lambda hidden_states, *args, **kwargs: layer_forward(
-            nudge(hidden_states, batch), *args, **kwargs
+            nudge(hidden_states, batch // self.count - 1), *args, **kwargs
         )
 
     def on_layer_loaded(self, decoder_layer: str) -> None:
@@ -215,15 +225,20 @@ def observe(
     buffers = partial.model.named_buffers()
     widen(partial.model, [name for name, value in buffers if value.device.type != "meta"])
     cases = questions(partial.model, past, tokens)
-    nudged = [replace(case, name=NUDGED_NAME) for case in cases]
-    visitor = _Observer(partial, [*cases, *DRAWS * nudged], shown)
+    visitor = _Observer(partial, cases, shown)
     batches = [case.tokens for case in visitor.cases]
     phase = "the stock model, layer by layer"
     with partial.model.register_forward_pre_hook(visitor.arguments, with_kwargs=True):
         Pass(replace(opened, partial=partial), batches, progress, phase, to_end=True).run(visitor)
     answered = visitor.cases[: len(cases)]
     changes = [0.0]
-    for case, moved in zip(DRAWS * answered, visitor.cases[len(cases) :], strict=True):
-        changes.append(float((case.real - moved.real).abs().max()))
+    for place, moved in enumerate(visitor.cases[len(cases) :]):
+        draw, number = divmod(place, len(cases))
+        case = answered[number]
+        by_token = (case.real - moved.real).abs().amax(-1)
+        if draw < DRAWS:
+            changes.append(float(by_token.max()))
+        else:
+            answered[number] = replace(case, moved=torch.maximum(case.moved, by_token))
     sensitivity = max(filter(math.isfinite, changes))
     return Reference(type(partial.model).__name__, tuple(answered), sensitivity)

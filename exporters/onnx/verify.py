@@ -29,7 +29,8 @@ class Tolerance:
     off by `units` times what one unit in the last place of the layers' inputs moves the logits, up
     to a thousandth of the largest. A fault of a graph moves them by far more. In rounded arithmetic
     a router's near tie may be broken differently, and the token gets another expert: up to a
-    `share` of the tokens may lie beyond."""
+    `share` of the tokens may lie beyond. In float32 that may be tokens whose stock logits move as
+    far when the layers' inputs are nudged: near ties, and what attends to them."""
 
     absolute: float
     relative: float
@@ -37,6 +38,8 @@ class Tolerance:
     units: float = 8.0  # correct graphs of models that amplify rounding came to 2 to 3
 
 
+TIED = 0.25  # of all tokens that near ties may move, with those that attend to them
+MOVED = 2.0  # times what nudges have moved a token's logits
 MOST = 1e-3  # of the largest logit, however much a model amplifies rounding
 EXACT = Tolerance(1e-4, 1e-5)
 HALF = Tolerance(1e-2, 1e-2, share=0.02)
@@ -55,7 +58,7 @@ class Verification:
     tokens_equal: int
     reference: str = STOCK
     how: str = WHOLE  # or with mapped weights
-    # tokens beyond the tolerance, of those that rounded arithmetic may send to another expert
+    # tokens beyond the tolerance, which another order of adding sends to another expert
     ties: int = 0
     tokens: int = 0  # whose logits were compared
     # how far one unit in the last place of its layers' inputs moves the stock logits
@@ -79,7 +82,8 @@ def compare(
     bound = max(tolerance.absolute, tolerance.relative * largest, amplified)
     cases = dict[str, float]()
     shapes = []
-    ties = tokens = compared = equal = 0
+    ties = tied = tokens = compared = equal = 0
+    whole = sum(len(case.real) for case in reference.cases)
     for case, computed in zip(reference.cases, logits, strict=True):
         if computed.shape != case.logits.shape:
             computed = torch.full_like(case.logits, torch.nan)
@@ -87,7 +91,14 @@ def compare(
         gaps = (computed[case.mask.bool()] - case.real).abs().amax(-1)
         gaps = gaps.nan_to_num(nan=torch.inf, posinf=torch.inf)
         beyond = ~(gaps <= bound)
-        if int(beyond.sum()) > int(tolerance.share * len(gaps) + 0.5) or bool(gaps.isinf().any()):
+        explained = beyond & (gaps <= MOVED * case.moved)
+        tied += int(explained.sum())
+        wrong = int(beyond.sum()) - int(explained.sum())
+        if (
+            wrong > int(tolerance.share * len(gaps) + 0.5)
+            or tied > TIED * whole
+            or bool(gaps.isinf().any())
+        ):
             raise CompressionError(
                 f"the ONNX graph of {reference.model} is wrong in the case {case.name!r}: its "
                 f"logits differ from the stock model's by {float(gaps.max()):.2g}, more than "

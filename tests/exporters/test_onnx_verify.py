@@ -162,3 +162,24 @@ def test_in_half_precision_a_router_may_break_a_near_tie_of_few_tokens(
     else:
         with pytest.raises(CompressionError, match=f"case {name!r}"):
             compared(reference, wrong, HALF)
+
+
+def test_tokens_may_be_as_far_off_as_nudges_move_them(reference: Reference) -> None:
+    """A near tie that another order of adding breaks in another way, and the tokens that attend to it."""
+    case = reference.cases[4]
+    moved = torch.zeros(len(case.real))
+    moved[5:9] = 0.2
+    tied = replace(reference, cases=(*reference.cases[:4], replace(case, moved=moved), *reference.cases[5:]))
+
+    def off(first: int, last: int, by: float) -> verify.Verification:
+        def wrong(of: Case, logits: Tensor) -> Tensor:
+            if of.name == case.name:
+                logits.view(-1, logits.shape[-1])[first:last, 3] += by
+            return logits
+
+        return compared(tied, wrong)
+
+    assert off(5, 9, 0.3).ties == 4
+    for wrong in ((4, 9, 0.3), (5, 9, 0.5)):
+        with pytest.raises(CompressionError, match=f"case {case.name!r}"):
+            off(*wrong)
