@@ -324,9 +324,9 @@ def sensitivities(
         return replace(change, tensors=and_errors)
 
     variants, whole = [], []
-    middle = [
-        next((place for place, one in enumerate(own) if one.bits >= MIDDLE), 0) for own in schemes
-    ]
+    middle = list[int]()
+    for own in schemes:
+        middle.append(next((place for place, one in enumerate(own) if one.bits >= MIDDLE), 0))
     levels = [0] * len(units), middle  # the places of each unit's formats
     for places in levels:
         formats = {unit: own[at] for unit, own, at in zip(units, schemes, places, strict=True)}
