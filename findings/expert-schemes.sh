@@ -92,5 +92,5 @@ expected = {(4, 4): alike, (3, 3): alike, (8, 4): wrong, (4, 8): wrong, (3, 2): 
 sys.exit(0 if seen == expected else "changed")
 END
 
-venv/bin/python -m pip install --quiet torch==2.13.0 transformers==5.24.0 compressed-tensors==0.20.0 accelerate
+venv/bin/python -m pip install --quiet torch==2.13.0 transformers==5.24.0 compressed-tensors==0.20.0 accelerate==1.15.0
 venv/bin/python program.py
