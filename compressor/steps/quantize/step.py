@@ -289,7 +289,8 @@ class QuantizeStep(Step[Quantize]):
                 of_unit = [
                     f"{label} in {counted(count, 'layer')}" for label, count in counts.most_common()
                 ]
-                chosen.append(f"{name} in {joined(of_unit)}")
+                if of_unit:  # a unit may stay as it is stored
+                    chosen.append(f"{name} in {joined(of_unit)}")
             groups = "; ".join(chosen)
         servers = [*SERVERS.values()]
         for label in formats:
