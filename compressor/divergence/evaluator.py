@@ -93,6 +93,12 @@ class Figures:
     def sequences(self) -> int:
         return len(self.kl)
 
+    @property
+    def kl_error(self) -> float:
+        """Standard error of the mean KL over sequences; infinite of a single one."""
+        count = self.sequences
+        return float(self.kl.std()) / math.sqrt(count) if count > 1 else math.inf
+
     def of(self, domains: Collection[int]) -> "Figures":
         """Return the figures of the sequences of these evaluation sets."""
         rows = torch.isin(self.domain, torch.tensor([*domains]))

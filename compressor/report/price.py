@@ -1,7 +1,6 @@
 """What pruning and quantising would cost, told before anything is made: KL at 3/4, 1/2 and 1/3 of
 the bytes."""
 
-import math
 import tempfile
 from collections.abc import Sequence
 from fractions import Fraction
@@ -15,6 +14,7 @@ from compressor.formatting import human_bytes
 from compressor.frozen import frozen
 from compressor.pipeline.resolve import HELDOUT, Session, read_calibration
 from compressor.recipe.step import TextOptions
+from compressor.records import finite
 from compressor.report.sizes import RIDGE, PlannedShare, dense_matrices, plan_shares
 from compressor.steps.job import output_size, untouched
 from compressor.steps.prune.options import Prune
@@ -105,14 +105,9 @@ def _pruned(
         if variants:
             results = evaluator.measure(base, variants, progress=session.progress)
             for share, figures in zip(planned, results, strict=True):
-                error = float(figures.kl.std()) / math.sqrt(len(figures.kl))
-                costs[share.plan.experts] = Cost(figures.means["kl"], finite(error))
+                cost = Cost(figures.means["kl"], finite(figures.kl_error))
+                costs[share.plan.experts] = cost
     return {limit: (counts.get(limit), costs.get(counts.get(limit, 0))) for limit in limits}
-
-
-def finite(value: float) -> float | None:
-    """Return a number, or None in place of infinity and NaN."""
-    return value if math.isfinite(value) else None
 
 
 def price_blocks(found: Sequence[Price], experts: int) -> list[Block]:

@@ -349,8 +349,7 @@ def sensitivities(
     relative = 0.0
     for level, (places, all_so) in enumerate(zip(levels, figures[-2:], strict=True)):
         mean = max(all_so.means["kl"], LEAST)
-        spread = float(all_so.kl.std().nan_to_num(math.inf))  # of one sequence none is known
-        relative = max(relative, spread / math.sqrt(all_so.sequences) / mean)
+        relative = max(relative, all_so.kl_error / mean)
         single = [figure.means["kl"] for figure in figures[level * len(units) :][: len(units)]]
         scale = mean / max(sum(single), LEAST)
         for number, (place, kl) in enumerate(zip(places, single, strict=True)):

@@ -184,8 +184,8 @@ class QuantizeStep(Step[Quantize]):
         facts = self._facts(state.model, *self._chosen(state.model, layers))
         choices = []
         for one in tried:
-            error = float(one.figures.kl.std()) / math.sqrt(one.figures.sequences)
-            rates = {"predicted_kl": one.predicted, "kl": one.kl, "standard_error": error}
+            rates = {"predicted_kl": one.predicted, "kl": one.kl}
+            rates["standard_error"] = one.figures.kl_error
             figures = {name: round(value, 6) for name, value in rates.items()}
             choices.append({"name": one.name, "bytes": one.nbytes, **figures})
         return {**facts, "choices": choices}
@@ -253,10 +253,9 @@ class QuantizeStep(Step[Quantize]):
             if rounded:
                 state.run.record(state.number, result={"rounded": rounded})
         job = writer.job(state.expert_plan)
-        if LLAMA_CPP not in self.options.servers:
+        if layers is None or LLAMA_CPP not in self.options.servers:
             return job
-        named = {layer: labels(units) for layer, units in schemes.items()}
-        command = quantize_command(named, state.model)
+        command = quantize_command(layers, state.model)
         for line in command.splitlines():
             logger.info("%s", line)
         return replace(job, files={**job.files, NAME: command.encode()})
