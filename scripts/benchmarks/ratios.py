@@ -7,10 +7,10 @@ with `--before`, of another checkout's, whose runs take turns with this one's. A
 on 64 sequences of 256 tokens by one thread; a larger checkpoint is rounded.
 """
 
-import random
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,10 +46,11 @@ for number, file in enumerate(sys.argv[2:]):
 """
 TEXT = "--calibration TEXT --samples 64 --sequence-length 256"
 DROP = f"compress OLMOE -o OUT --experts 12 {TEXT} --strategy reap"
+DEMO_DROP = "compress DEMO -o OUT --experts 12 --calibration demo --strategy reap --correct none --no-evaluate"
 PLAIN = "--no-evaluate --output.golden-answers false"
 COMMANDS = {
-    "demo drop": f"compress DEMO -o OUT --experts 12 --calibration demo --strategy reap --correct none {PLAIN}",
-    "demo drop, golden": "compress DEMO -o OUT --experts 12 --calibration demo --strategy reap --correct none --no-evaluate",
+    "demo drop": f"{DEMO_DROP} --output.golden-answers false",
+    "demo drop, golden": DEMO_DROP,
     "drop": f"{DROP} --correct none {PLAIN}",
     "drop, evaluated": f"{DROP} --correct none --output.golden-answers false",
     "ridge": f"{DROP} --correct ridge {PLAIN}",
@@ -61,50 +62,40 @@ COMMANDS = {
     "weights alone": f"compress OLMOE -o OUT --experts 12 --strategy aimer --correct none {PLAIN}",
     "wrong": "compress OLMOE -o OUT --experts 12 --strategy raep",
 }
-Seconds = Mapping[str, Sequence[float]]  # of each repetition, by command
-# what is shown, with the goal, and how it follows from the seconds of one repetition
-RATIOS: Mapping[str, tuple[str, float, Callable[[Mapping[str, float]], float]]] = {
-    "golden": (
-        "golden answers, over a plain drop of the demo", 0.1,
-        lambda took: (took["demo drop, golden"] - took["demo drop"]) / took["demo drop"],
-    ),
-    "reap": (
-        "drop by reap, evaluated, over load and forward", 1.35,
-        lambda took: took["drop, evaluated"] / took["forward"],
-    ),
-    "ridge": (
-        "ridge: forward passes beyond the drop", 8,
-        lambda took: (took["ridge"] - took["drop"]) / (took["forward"] - took["load"]),
-    ),
-    "tune": (
-        "tune, the default: forward passes beyond the drop", 25,
-        lambda took: (took["tune"] - took["drop"]) / (took["forward"] - took["load"]),
-    ),
-    "round": (
-        "int4: copies, of all layers but one (wall counts)", 1.5,
-        lambda took: (took["int4"] - took["int4, a layer"]) / (took["copy"] - took["copy, a layer"]),
-    ),
-    "gptq": (
-        "GPTQ: forward passes beyond rounding", 3,
-        lambda took: (took["GPTQ"] - took["int4 small"]) / (took["forward"] - took["load"]),
-    ),
-    "startup": ("a wrong strategy, seconds", 0.6, lambda took: took["wrong"]),
-    "small": ("a drop by weights alone, over a stock load", 1.25, lambda took: took["weights alone"] / took["load"]),
-}  # fmt: skip
 
 
-def commands_of(only: Sequence[str]) -> set[str]:
-    """Return the names of the commands that these ratios need."""
-    asked = set[str]()
+@dataclass(frozen=True)
+class Ratio:
+    """What commands take beyond others, over what others take beyond others; "" takes nothing."""
 
-    class Asked(dict[str, float]):
-        def __missing__(self, name: str) -> float:
-            asked.add(name)
-            return random.random()  # a division needs two numbers
+    title: str
+    goal: float
+    more: str
+    less: str
+    over: str = ""  # over seconds
+    under: str = ""
 
-    for name in only:
-        RATIOS[name][2](Asked())
-    return asked
+    def of(self, took: Mapping[str, float]) -> float:
+        """Return the ratio by the seconds of one repetition."""
+        taken = {"": 0.0, **took}
+        return (taken[self.more] - taken[self.less]) / (taken[self.over] - taken[self.under] if self.over else 1)
+
+
+FORWARD = "forward", "load"
+RATIOS = {
+    "golden": Ratio(
+        "golden answers, over a plain drop of the demo", 0.1, "demo drop, golden", "demo drop", "demo drop"
+    ),
+    "reap": Ratio("drop by reap, evaluated, over load and forward", 1.35, "drop, evaluated", "", "forward"),
+    "ridge": Ratio("ridge: forward passes beyond the drop", 8, "ridge", "drop", *FORWARD),
+    "tune": Ratio("tune, the default: forward passes beyond the drop", 25, "tune", "drop", *FORWARD),
+    "round": Ratio(
+        "int4: copies, of all layers but one (wall counts)", 1.5, "int4", "int4, a layer", "copy", "copy, a layer"
+    ),
+    "gptq": Ratio("GPTQ: forward passes beyond rounding", 3, "GPTQ", "int4 small", *FORWARD),
+    "startup": Ratio("a wrong strategy, seconds", 0.6, "wrong", ""),
+    "small": Ratio("a drop by weights alone, over a stock load", 1.25, "weights alone", "", "load"),
+}
 
 
 def make_models(folder: Path, megabytes: int) -> dict[str, str]:
@@ -152,21 +143,21 @@ def main() -> None:
     took: dict[tuple[str, str], list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         places = make_models(Path(folder), given.megabytes)
-        names = sorted(commands_of(given.only))
+        asked = [RATIOS[name] for name in given.only]
+        names = sorted({name for each in asked for name in (each.more, each.less, each.over, each.under)} - {""})
         for _ in range(given.repeats):
             for build, checkout in builds.items():
                 runs = {name: run(name, places, checkout) for name in names}
-                took.setdefault((build, "processor"), []).append({name: each.cpu for name, each in runs.items()})
-                took.setdefault((build, "wall"), []).append({name: each.seconds for name, each in runs.items()})
+                took.setdefault((build, "processor"), []).append({name: child.cpu for name, child in runs.items()})
+                took.setdefault((build, "wall"), []).append({name: child.seconds for name, child in runs.items()})
     columns = ["ratio", "goal", *(f"{build}, {kind}" for build, kind in took)]
     rows = []
-    for name in given.only:
-        shown, goal, ratio = RATIOS[name]
+    for each in asked:
         cells = list[Any]()
         for repetitions in took.values():
-            values = sorted(map(ratio, repetitions))
+            values = sorted(map(each.of, repetitions))
             cells.append(f"{median(values):.2f} ({values[0]:.2f} to {values[-1]:.2f})")
-        rows.append([shown, f"{goal:g}", *cells])
+        rows.append([each.title, f"{each.goal:g}", *cells])
     print(frame.table(columns, rows))
 
 
