@@ -17,6 +17,7 @@ import transformers
 
 from compressor.cli import main as cli
 from compressor.files import work_folder
+from compressor.hub.card import card_text
 from compressor.run_record import read_record
 from compressor.steps.workdir import JOURNAL
 from tests.support import small, zoo
@@ -105,6 +106,20 @@ def test_same_bytes_twice_and_by_plan_and_apply(
     assert run("apply", plan, "-o", tmp_path / "third").status == 0
     assert tree(tmp_path / "first") == tree(tmp_path / "second") == tree(tmp_path / "third")
     assert names(tmp_path) == ["first", "plan.json", "second", "third"]
+
+
+def test_a_text_that_no_step_reads_is_for_comparing_and_stays_that_of_an_earlier_run(
+    originals: Path, run: Run, data: tuple[Any, ...], tmp_path: Path
+) -> None:
+    out, later = tmp_path / "out", tmp_path / "later"
+    ask = ("--experts", 4, "--strategy", "aimer", "--correct", "none")
+    told = run("compress", originals / "single", "-o", out, *data, *ask, "--json")
+    assert told.status == 0 and json.loads(told.out)["heldout"]["domains"] and (out / "receipt.json").is_file()
+    assert "No text was read to choose experts" in " ".join(card_text(out, "me/small").text.split())
+    earlier = json.loads((out / "compression.json").read_text())["plan"]["calibration"]
+    assert run("compress", out, "-o", later, "--quantize", "int8", *data[2:4], "--sequence-length", 64).status == 0
+    assert (later / "receipt.json").is_file()
+    assert json.loads((later / "compression.json").read_text())["plan"]["calibration"] == earlier
 
 
 @pytest.mark.parametrize("more", [(), ("--correct", "ridge")])

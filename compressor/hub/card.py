@@ -204,7 +204,7 @@ def card_text(
     config = read_object(folder / "config.json")
     quantization = quantization_of(folder, config)
     model_class = (config.get("architectures") or [CAUSAL])[0]
-    text = outcome.plan.calibration or {}
+    text = outcome.plan.text or {}
     # by domain where the default blend knows a source
     domains = {entry.source: entry.domain for entry in read_blend()}
     sources = [entry["source"] for entry in text.get("sources", [text] if text else [])]
@@ -410,7 +410,7 @@ def metadata(
     if results:
         more |= {"model_name": repo_id.rpartition("/")[2], "eval_results": results}
     data_sets = dict[str | None, None]()
-    for text in filter(None, [plan.calibration, *(step.text for step in plan.steps)]):
+    for text in filter(None, [plan.text, *(step.text for step in plan.steps)]):
         for entry in text.get("sources", [text]):
             data_sets[hub_id(entry["source"])] = None
     data_sets.pop(None, None)

@@ -304,11 +304,12 @@ def emphasis_of(options: TextOptions, model: OpenModel) -> Emphasis:
 
 def text_specs(resolved: ResolvedRecipe) -> Iterator[tuple[int | None, TextSpec]]:
     """Yield the run's text (None), then the texts that steps have of their own (by number), as far
-    as any is read.
+    as any is read; if none is, the first that was named.
 
     The output is evaluated on the first of them.
     """
     evaluation = EVALUATED if resolved.recipe.output.evaluate else 0
+    reads = any(needed.reads for needed in resolved.requirements)
     # needs of the steps that read the run's text, by the name of their part
     shared = dict[str, Requirements]()
     texts: list[tuple[int | None, TextOptions, dict[str, Requirements]]] = [
@@ -321,8 +322,12 @@ def text_specs(resolved: ResolvedRecipe) -> Iterator[tuple[int | None, TextSpec]
         else:
             texts.append((position, own, {OWN: needed}))
     for number, options, needs in texts:
-        named = number is None and options.data is not None  # by the user, to evaluate on
-        if not (any(needed.reads for needed in needs.values()) or (named and evaluation)):
+        if reads:
+            is_wanted = any(needed.reads for needed in needs.values())
+        else:  # recorded by a plan, too, so that what is made by it is evaluated alike
+            is_wanted = options.data is not None
+            evaluation = EVALUATED
+        if not is_wanted:
             continue
         is_fitted = any(needed.text for needed in needs.values())
         fewest = max(needed.heldout for needed in needs.values()) if is_fitted else 0
@@ -342,6 +347,8 @@ def text_specs(resolved: ResolvedRecipe) -> Iterator[tuple[int | None, TextSpec]
                 evaluation=evaluation,
             ),
         )
+        if not reads:
+            return
         evaluation = 0
 
 
@@ -421,11 +428,14 @@ def first_plan(resolved: ResolvedRecipe, text: TextBatches | None) -> Plan:
                 names = [local_name(str(source)) for source in text_options.data]
                 options["calibration"] = {**options["calibration"], "data": names}
             steps.append(PlannedStep(step.name, options))
+    identity = plan.calibration  # that of an earlier run stays
+    if identity is None and text is not None:
+        identity = text.identity
     is_source = resolved.base is model or resolved.base.fingerprint == plan.source.fingerprint
     return replace(
         plan,
         steps=tuple(steps),
-        calibration=plan.calibration if text is None else text.identity,
+        calibration=identity,
         versions=versions(),
         base=plan.base if is_source else Source.of(resolved.base),
     )

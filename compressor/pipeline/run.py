@@ -168,6 +168,7 @@ def run(recipe: Recipe, delivery: Delivery, plan: Plan | None = None) -> Outcome
                 jobs, folder = run_steps(state)
                 ranks().barrier()
                 outcome = _finish(resolved, state, jobs, folder, delivery, session.peak, request)
+            ranks().barrier()  # until all have read the output where it is
             ranks().broadcast(lambda: publish(work, delivery.overwrite))
     return outcome
 

@@ -106,6 +106,12 @@ class Plan:
         return reduce(_composed, plans) if plans else ExpertPlan(0, ())
 
     @property
+    def text(self) -> Json | None:
+        """The run's text, if a step has read it; one that was only evaluated on has no sequence."""
+        text = self.calibration
+        return None if text is None or text.get("samples") == 0 else text
+
+    @property
     def pruning(self) -> PlannedStep | None:
         """The last step that decided on experts."""
         return next((step for step in reversed(self.steps) if step.expert_plan is not None), None)

@@ -38,7 +38,7 @@ def facts(outcome: Outcome, view: str) -> Facts:
         for name, value in section.facts.items():
             add(name, value)
     add("Computed in", plan.dtype)
-    texts = {"Calibration": plan.calibration}
+    texts = {"Calibration": plan.text}
     for planned in plan.steps:
         if planned.text is not None:
             texts[f"Text of the step {planned.name}"] = planned.text

@@ -117,8 +117,8 @@ def measure(
             "experts, the routed tokens "
             "before and the errors are not measured; name it with --model."
         )
-    if text is None and plan.calibration is not None:
-        name = without_folders(plan.calibration)["source"]
+    if text is None and plan.text is not None:
+        name = without_folders(plan.text)["source"]
         missing.append(
             f"The calibration text {name} is not available or has changed, {lost}; name it with "
             "--calibration."
@@ -189,7 +189,7 @@ def _recorded_text(
 
     The run's record, which knows folders, repeats it, or the plan itself if that needs none.
     """
-    identity = plan.calibration
+    identity = plan.text
     recorded = record.calibration if record else None
     if identity is None:
         return None

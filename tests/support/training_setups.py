@@ -74,8 +74,8 @@ def smaller(folder: Path, sentences: int = 200) -> Path:
     """The folder with a model, its copy of four experts, and text of so many sentences."""
     small.save(folder / "model")
     text = "\n\n".join(f"Sentence {number} says {'so ' * (number % 7)}and {number**2}." for number in range(sentences))
+    small.text_file(folder, text)
     plain: dict[str, Any] = {"strategy": "model-centric", "correct": "none"}
-    plain["calibration"] = str(small.text_file(folder, text))
     compressor.compress(str(folder / "model"), folder / "smaller", experts=4, **plain)
     return folder
 
