@@ -316,14 +316,16 @@ class Adafactor:
             gradient = gradient.view_as(value)
             size = math.prod(value.shape[1:])
             root = math.sqrt(size)
-            # the averages are updated, and the gradient divided by their roots
-            columns.lerp_(vector_norm(gradient, dim=-2, keepdim=True).square_(), decay)
-            update = columns.clone()
+            # the averages are updated, and the gradient divided by their roots; a product adds up
+            # columns several times as fast as a sum over rows
+            squares = gradient.square()
+            ones = squares.new_ones(1, 1, squares.shape[1]).expand(len(squares), -1, -1)
+            roots = columns.lerp_(ones @ squares, decay).rsqrt()
             if rows is not None:
-                rows.lerp_(vector_norm(gradient, dim=-1, keepdim=True).square_(), decay)
+                rows.lerp_(squares.sum(-1, keepdim=True), decay)
                 total = rows.sum(1, keepdim=True).clamp_(min=EPSILON * size)
-                update = (rows * columns).div_(total)
-            update.clamp_(min=EPSILON**2).rsqrt_().mul_(gradient)
+                roots = torch.mul(rows.div(total).rsqrt_(), roots, out=squares)
+            update = roots.clamp_(max=1 / EPSILON).mul_(gradient)
             length = vector_norm(value, dim=(1, 2), keepdim=True).clamp_(min=LEAST_SIZE * root)
             norm = vector_norm(update, dim=(1, 2), keepdim=True).clamp_(min=root)
             value.addcmul_(update, length.mul_(rates).div_(norm), value=-1)
