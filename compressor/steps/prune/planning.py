@@ -285,18 +285,21 @@ class Planner:
             planned.append(Planned(self._plan(spec, layers, protected), seconds[number]))
         return planned
 
-    def plan_sequentially(
+    def plan_in_order(
         self,
         spec: PruneSpec,
-        correction: Correct | None = None,
+        correction: Correct = UNCORRECTED,
         protected: Protected | None = None,
         files: CutFiles | None = None,
+        of_base: bool = False,
+        probes: Sequence[HeldoutProbe] = (),
     ) -> ExpertPlan:
-        """Plan every layer on the output of the compressed, and with a `correction` corrected,
-        earlier layers.
+        """Plan, cut and, with a `correction`, refit every layer in order, from one pass.
 
-        `files` keeps the cut layers, so that carrying the plan out need not repeat the pass. A
-        strategy that needs an attribution sees that of the base."""
+        Statistics are those of the compressed earlier layers' output; `of_base` those that `plans`
+        takes, which a correction that follows the base has anyway. `files` keeps the cut layers, so
+        that carrying the plan out need not repeat the pass. A strategy that needs an attribution
+        sees that of the base. The `probes`' batches pass the base alone."""
         assert self.calibration is not None
         rank_changes = self.rank_changes([spec.strategy])
 
@@ -304,16 +307,17 @@ class Planner:
             plan: LayerPlan = ranks().broadcast(
                 lambda: _layer_plan(stats, spec, protected, rank_changes)
             )
-            return replace(plan, upstream=COMPRESSED)
+            return plan if of_base else replace(plan, upstream=COMPRESSED)
 
         needs = spec.strategy.needs | self._modalities
-        work = LayerWork(spec.experts, decide, needs, correction or UNCORRECTED, self.seed)
+        work = LayerWork(spec.experts, decide, needs, of_base, correction, self.seed)
         run = (self.model, work, self.calibration, self.progress, files)
-        compared: AbstractContextManager[HeldoutProbe | None] = nullcontext()
-        if files is not None and correction is not None and not spec.heads:
+        compared: AbstractContextManager[list[HeldoutProbe]] = nullcontext([])
+        if files is not None and correction.wanted and not spec.heads:
             compared = comparing(self.model, files, self.calibration.heldout_batches)
-        with compared as probe:
-            layers = compress_sequentially(*run, probe, "plan in order", spec.heads)
+        phase = "correct" if of_base else "plan in order"
+        with compared as more:
+            layers = compress_sequentially(*run, [*more, *probes], phase, spec.heads)
         return self._plan(spec, layers, protected)
 
     @property

@@ -50,7 +50,7 @@ def watched_run(
 ) -> tuple[dict[int, Tensor], dict[str, LayerPlan]]:
     """Logits of batches of two and one sequences from a pass in order, and the plans that come back."""
     watched = Watched([ids[:2], ids[2:]])
-    made = run(model, plans, probe=watched, **more)
+    made = run(model, plans, probes=[watched], **more)
     return watched.logits, made
 
 
@@ -271,7 +271,7 @@ def test_planning_in_order_sees_the_compressed_earlier_layers(tmp_path: Path) ->
     """The counts that decide the second layer are those of a stock model whose first layer is cut."""
     stock, model = opened_wide("qwen3_moe", tmp_path)
     data, spec = with_heldout(stock), PruneSpec(load_strategy("reap", {}), 6)
-    made = Planner(model, data, Silent()).plan_sequentially(spec, None)
+    made = Planner(model, data, Silent()).plan_in_order(spec)
     assert {layer.upstream for layer in made.layers} == {"compressed"}
     first, second = model.architecture.layers
     only_first = {first.name: made.layers[0], second.name: LayerPlan.keep(second, range(6))}
