@@ -34,7 +34,7 @@ from compressor.distributed import launched, ranks
 from compressor.divergence.teacher_outputs import check_base
 from compressor.errors import CompressionError
 from compressor.files import file_digest
-from compressor.memory import PeakMemory
+from compressor.memory import PeakMemory, keep_freed
 from compressor.model.in_memory import opened
 from compressor.model.loaded import LoadedModel
 from compressor.model.opened import OpenModel, how_resident
@@ -382,6 +382,8 @@ def begin(resolved: ResolvedRecipe, session: Session, work: Workdir | None = Non
             texts[number] = text
     plan = first_plan(resolved, texts.get(None))
     logger.info("%s", how_resident(model))
+    if model.partial.resident:
+        keep_freed()
     roles = model.layout.roles.items()
     outside = [name for name, role in roles if not role.decoder_layer]
     # in use from the first pass on
