@@ -133,6 +133,7 @@ def keep_freed() -> None:
     Fresh pages for each of them take up to a third of a pass's time."""
     if _bounded:
         _libc().mallopt(M_MMAP_MAX, 0)
+        _libc().mallopt(M_TRIM_THRESHOLD, 8 * HEAP)
 
 
 def give_back() -> None:
