@@ -37,13 +37,14 @@ def choose(logits: Tensor, options: GenerationOptions, numbers: Tensor) -> Tenso
 
     It is the token at which the sum of probabilities passes the number, or the most probable one at
     temperature 0."""
-    if not bool(logits.amax(-1).isfinite().all()):  # NaN and infinity both come out of a maximum
+    most = logits.max(-1)
+    if not bool(most.values.isfinite().all()):  # NaN and infinity both come out of a maximum
         raise CompressionError(
             "the model's logits are not finite; try --dtype float32, and check its weights if "
             "that does not help"
         )
     if not options.temperature:
-        return logits.argmax(-1)
+        return most.indices
     passed = probabilities(logits, options.temperature, options.top_k, options.top_p).cumsum(-1)
     limits = numbers[:, None].to(passed.device) * passed[:, -1:]
     return (passed <= limits).sum(-1)
