@@ -1,6 +1,7 @@
 """A pass in order against whole stock models, an interrupted one, and what becomes of corrections that do harm."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +266,24 @@ def test_an_interrupted_pass_goes_on_where_it_was(name: str, tmp_path: Path) -> 
     again = [layer.name for layer in model.architecture.layers if layer.decoder_layer == last.decoder_layer]
     assert [path.stem for path in corrected] == again
     assert files_of(files.folder) == files_of(whole_files.folder)
+
+
+@pytest.mark.parametrize("strategy", ["reap", "hc-smoe", "aimer"])
+@pytest.mark.parametrize("name", zoo.few(["qwen3_moe", "deepseek_v3", "granitemoe", "gpt_oss"], 1))
+def test_a_plan_in_the_pass_that_corrects_is_that_of_a_pass_of_its_own(
+    name: str, strategy: str, tmp_path: Path
+) -> None:
+    stock, model = opened_wide(name, tmp_path)
+    planner = Planner(model, with_heldout(stock), Silent())
+    spec = PruneSpec(load_strategy(strategy, {}), 6)
+    apart = planner.plans([spec])[0].plan
+    along = planner.plan_in_order(spec, Correct("ridge"), of_base=True)
+    assert [layer.figures["correction"]["toward"] for layer in along.layers] == [0.5] * len(along.layers)
+    plain = [
+        replace(layer, figures={name: value for name, value in layer.figures.items() if name != "correction"})
+        for layer in along.layers
+    ]
+    assert plain == [*apart.layers] and replace(along, layers=apart.layers) == apart
 
 
 def test_planning_in_order_sees_the_compressed_earlier_layers(tmp_path: Path) -> None:
