@@ -144,10 +144,11 @@ class BaseStream(EarlyBatches):
 
         for number in sorted(self.outputs)[:1]:
             hidden = []
-            for scale in (0.0, 2.0, 1.0):
+            for scale in (0.0, 2.0):
                 with experts.register_forward_hook(partial(scaled, scale)):
                     replay([number])
                 hidden.append(as_float64(self.last).flatten())
+            hidden.append(as_float64(hidden_of(self.outputs[number])).flatten().to(hidden[0]))
             output = outputs[-1] if outputs else torch.zeros(0)
             twice = hidden[1] - hidden[0]
             once = hidden[2] - hidden[0]
