@@ -36,13 +36,12 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the seconds that the block takes outside of phases within it."""
-        begin = time.perf_counter() - sum(self.seconds.values())
+        """Add the seconds that the block takes."""
+        begin = time.perf_counter()
         try:
             yield
         finally:
-            own = time.perf_counter() - sum(self.seconds.values()) - begin
-            self.seconds[name] = self.seconds.get(name, 0.0) + own
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
 
 
 @contextmanager

@@ -290,7 +290,7 @@ class _Bench:
 
             def compressed(probe: HeldoutProbe) -> tuple[LayerPlan, ...]:
                 return compress_sequentially(
-                    self.model, work, text, self.progress, files, [probe], phase
+                    self.model, work, text, self.progress, files, probe, phase
                 )
 
             return self.carried_out(variant, compressed, planned.seconds)
@@ -380,7 +380,7 @@ class _Bench:
     ) -> Row:
         def refitted(probe: HeldoutProbe) -> Iterable[LayerPlan]:
             arguments = (self.calibration, self.progress, self.seed, correction)
-            return refit(self.model, constants, *arguments, probes=[probe]).values()
+            return refit(self.model, constants, *arguments, probe=probe).values()
 
         return self.carried_out(variant, refitted, seconds)[0]
 

@@ -162,7 +162,7 @@ def test_all_plans_of_a_run_see_the_original_on_all_sources_but_what_is_held_out
     passes = Attributions()
     planner = Planner(model, data, passes)
     made = planner.plans([spec, spec])
-    ordered = planner.plan_in_order(spec, Correct("none"))
+    ordered = planner.plan_sequentially(spec, Correct("none"))
     assert len(seen) == 3 * LAYERS and len(made) == 2 and passes.count == 1
     assert [layer.groups for layer in ordered.layers] == [layer.groups for layer in made[0].plan.layers]
     for name, found in seen:

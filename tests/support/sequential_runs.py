@@ -86,7 +86,7 @@ def whole_plan(model: OpenModel, plans: Plans, **more: Any) -> Decided:
 def run(model: OpenModel, plans: Plans, data: Calibration | None, **more: Any) -> dict[str, LayerPlan]:
     """`compress_sequentially` with these plans; the plans that come back, by layer."""
     experts = len(next(iter(plans.values())).groups)
-    passing = {name: more.pop(name) for name in ("files", "probes") if name in more}
+    passing = {name: more.pop(name) for name in ("files", "probe") if name in more}
     work = LayerWork(experts, lambda stats: plans[stats.layer.name], **more)
     made = compress_sequentially(model, work, data, Silent(), **passing)
     return {plan.module: plan for plan in made}

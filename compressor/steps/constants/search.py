@@ -376,14 +376,14 @@ def refit(
     seed: int,
     correction: Correct,
     files: CutFiles | None = None,
-    probes: Sequence[HeldoutProbe] = (),
+    probe: HeldoutProbe | None = None,
 ) -> dict[str, LayerPlan]:
     """Refit constants, and the experts that stay, layer by layer; returns the plans of layers that
     have constants.
 
-    Every layer is refitted on what the corrected earlier layers output. The batches of
-    evaluators' `probes` run through them to the model's end. Layers that are in `files` are not
-    made again."""
+    Every layer is refitted on what the corrected earlier layers output. The batches of an
+    evaluator's `probe` run through them to the model's end. Layers that are in `files` are not made
+    again."""
     # which is not known beside constants
     correction = correction.model_copy(update={"toward": 0.0})
     work = LayerWork(
@@ -393,5 +393,5 @@ def refit(
         seed=seed,
         constants=planned,
     )
-    plans = compress_sequentially(model, work, calibration, progress, files, probes)
+    plans = compress_sequentially(model, work, calibration, progress, files, probe)
     return {plan.module: plan for plan in plans}

@@ -52,11 +52,6 @@ class Correct(NamedOptions):
         """Return True if anything is refitted."""
         return self.method != NONE
 
-    @property
-    def follows_base(self) -> bool:
-        """Return True if the text passes the base's own layers, too."""
-        return self.wanted and self.toward != 0
-
 
 def _by_method(value: Any) -> Any:
     """Return options that are named by their method alone as a mapping; nothing is none of them."""

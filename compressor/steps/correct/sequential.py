@@ -172,7 +172,7 @@ class BaseStream(EarlyBatches):
 @frozen
 class LayerWork:
     """The work on every layer of a pass in order: `decide` plans it, seeing the statistics that it
-    `needs`, of the smaller layers' output or `of_base`, if the correction follows that.
+    `needs`.
 
     `measure` has the error of layers measured that are not corrected. With `constants` only the
     layers that have some change, and their routers stay whole."""
@@ -180,7 +180,6 @@ class LayerWork:
     experts: int | None  # kept; None: as the constants say
     decide: Decide
     needs: frozenset[str] = frozenset()
-    of_base: bool = False
     correction: Correct = UNCORRECTED
     seed: int = 0
     measure: bool = False
@@ -201,7 +200,7 @@ class _InOrder(LayerVisitor):
     """Plans and refits each layer on the recorded batches of a pass, then lets them pass the
     smaller layer.
 
-    The `probes`' held-out batches of the base pass the base's own layers, and those without
+    A `probe`'s held-out batches of the base pass the base's own layers, and those without
     corrections the layers as they are cut."""
 
     model: OpenModel
@@ -209,7 +208,7 @@ class _InOrder(LayerVisitor):
     work: LayerWork
     files: CutFiles | None
     progress: Progress
-    probes: Sequence[HeldoutProbe] = ()
+    probe: HeldoutProbe | None = None
     base_stream: BaseStream | None = None
     early: EarlyBatches = field(
         default_factory=lambda: EarlyBatches(ActivationOffload(HELDOUT_BUDGET))
@@ -225,8 +224,8 @@ class _InOrder(LayerVisitor):
         self.routers = smaller_routers(self.model.architecture)
 
     def on_batch_start(self, batch: int) -> None:
-        for watching in self.active:  # of the text, or of the base's stream of it
-            watching.enter(batch % len(self.calibration.batches))
+        for watching in self.active:
+            watching.enter(batch)
 
     def on_layer_output(self, output: Any) -> None:
         hidden = hidden_of(output)
@@ -244,28 +243,21 @@ class _InOrder(LayerVisitor):
             layers = [layer for layer in layers if layer.name in constants]
         if not layers:
             return
+        base = self.base_stream
+        if base is not None:
+            base.pass_early(replay, range(base.count, 2 * base.count))
+        self._pass_early(replay, None)
         files = self.files
         stored: list[Any] = []
         if files is not None:
             stored = ranks().broadcast(lambda: [files.plan(layer) for layer in layers])
-        is_new = files is None or None in stored
-        base = self.base_stream
-        seen = list[LayerStatistics]()
-        if base is not None:
-            collectors = self._collectors(layers) if is_new and self.work.of_base else []
-            self.active = [*collectors]
-            base.pass_early(replay, range(base.count, 2 * base.count))
-            self.active = []
-            seen = [collector.finish() for collector in collectors]
-        self._pass_early(replay, None)
-        if is_new:
-            tensors = self._compress(decoder_layer, layers, seen, replay)
+        if files is None or None in stored:
+            tensors = self._compress(decoder_layer, layers, replay)
         else:
             # an earlier run has finished all of them
-            assert files is not None
             self.plans |= {plan.module: plan for plan in stored}
             tensors = _tensors_in(files, self.model.partial.device, layers)
-            if self.probes:
+            if self.probe is not None:
                 cut = cut_layers(self.model.partial.model, layers, self.plans)
                 self._pass_early(replay, UNDONE, self.smaller.fill(decoder_layer, cut))
             self._fill(decoder_layer, layers, tensors)
@@ -283,30 +275,15 @@ class _InOrder(LayerVisitor):
     def _pass_early(
         self, replay: Replay, variant: int | None, layer_forward: Forward | None = None
     ) -> None:
-        """Have the probes' batches of a variant pass the loaded layer as it is, or this forward."""
-        if self.probes:
-            numbers = [number for probe in self.probes for number in probe.numbers_of(variant)]
-            self.early.pass_early(replay, numbers, layer_forward)
+        """Have the probe's batches of a variant pass the loaded layer as it is, or this forward."""
+        if self.probe is not None:
+            self.early.pass_early(replay, self.probe.numbers_of(variant), layer_forward)
 
-    def _collectors(self, layers: Sequence[MoeLayer]) -> list[CalibrationCollector]:
-        """Return collectors of the statistics by which the layers are planned."""
-        work = self.work
-        if not (work.needs and self.calibration.batches):
-            return []
-        more = self.calibration, self.routers, work.seed
-        return [CalibrationCollector(self.model, layer, work.needs, *more) for layer in layers]
-
-    def _compress(
-        self,
-        decoder_layer: str,
-        layers: Sequence[MoeLayer],
-        seen: Sequence[LayerStatistics],
-        replay: Replay,
-    ) -> Tensors:
+    def _compress(self, decoder_layer: str, layers: Sequence[MoeLayer], replay: Replay) -> Tensors:
         """Plan, cut and correct the loaded layers, and keep them; returns their constants, if they
         have any, by key."""
         work = self.work
-        recordings = self._plan(layers, seen, replay)
+        recordings = self._plan(layers, replay)
         tensors = cut_layers(self.model.partial.model, layers, self.plans)
         if work.constants is not None:  # routers stay whole
             experts = tuple(f"{layer.name}." for layer in layers)
@@ -346,30 +323,34 @@ class _InOrder(LayerVisitor):
                 self.files.save(self.plans[layer.name], layer, {key: state[key] for key in keys})
         return constants
 
-    def _plan(
-        self, layers: Sequence[MoeLayer], seen: Sequence[LayerStatistics], replay: Replay
-    ) -> list[Recording]:
-        """Plan the layers by what was `seen` of them on the base's stream, or else by what the
-        batches show, and return what is recorded for their correction."""
+    def _plan(self, layers: Sequence[MoeLayer], replay: Replay) -> list[Recording]:
+        """Plan the layers by what the batches show of them, and return what is recorded for their
+        correction."""
         work = self.work
         calibration = self.calibration
+        statistics = [LayerStatistics(layer, seed=work.seed) for layer in layers]
+        collectors = []
         recordings = []
         if self.base_stream is not None:
             self.base_stream.find_factor(layers, replay)
-        collectors = [] if seen else self._collectors(layers)
-        if calibration.batches and (work.measure or work.correction.wanted):
-            model, balances = self.model.partial.model, work.correction.balances
-            for layer in layers:
-                recordings.append(Recording(model, layer, calibration, balances))
+        for layer in layers if calibration.batches else ():
+            if work.needs:
+                collectors.append(
+                    CalibrationCollector(
+                        self.model, layer, work.needs, calibration, self.routers, work.seed
+                    )
+                )
+            if work.measure or work.correction.wanted:
+                balances = work.correction.balances
+                recordings.append(Recording(self.model.partial.model, layer, calibration, balances))
         self.active = [*collectors, *recordings]
         if self.active:
             replay(range(len(calibration.batches)))
         self.active = []
         for recording in recordings:
             recording.detach()
-        statistics = [*seen, *(collector.finish() for collector in collectors)]
-        if not statistics:
-            statistics = [LayerStatistics(layer, seed=work.seed) for layer in layers]
+        if collectors:
+            statistics = [collector.finish() for collector in collectors]
         for layer, measured in zip(layers, statistics, strict=True):
             self.plans[layer.name] = work.decide(measured)
         return recordings
@@ -386,13 +367,12 @@ def correction_needs(correction: Correct, needed: Requirements) -> Requirements:
     it held out to evaluate on."""
     if not correction.wanted:
         return needed
-    copies = HIDDEN_COPIES + (BASE_COPIES if correction.follows_base else 0)
+    copies = HIDDEN_COPIES + (BASE_COPIES if correction.toward != 0 else 0)
     return replace(
         needed,
         text=True,
         heldout=max(needed.heldout, 1),
-        # the base's layers and the smaller ones, and the base's again on its own hidden states
-        passes=needed.passes + (3 if correction.follows_base else 2),
+        passes=needed.passes + 1,
         hidden_copies=copies,
     )
 
@@ -448,21 +428,21 @@ def compress_sequentially(
     calibration: Calibration | None,
     progress: Progress,
     files: CutFiles | None = None,
-    probes: Sequence[HeldoutProbe] = (),
+    probe: HeldoutProbe | None = None,
     phase: str = "correct",
     heads: Sequence[Head] = (),
 ) -> tuple[LayerPlan, ...]:
     """Plan, cut and correct every layer in order; returns the plans with the corrections' figures.
 
-    `files` keeps the cut layers, and those that it has are not made again. The batches of
-    evaluators' `probes` run to the model's end. Multi-token-prediction `heads` follow, on what the
-    smaller model outputs."""
+    `files` keeps the cut layers, and those that it has are not made again. The batches of an
+    evaluator's `probe` run through the compressed model to its end. Multi-token-prediction `heads`
+    follow, on what the smaller model outputs."""
     refuse_shared_experts(model)
     text = calibration or Calibration((), {})
     plans = list[LayerPlan]()
     for number, mtp_stage in enumerate(mtp_stages(model, heads, text.batches)):
         with mtp_stage.hooked() if heads else nullcontext():
-            state = _InOrder(model, text, work, files, progress, probes)
+            state = _InOrder(model, text, work, files, progress, probe)
             if mtp_stage.head is not None:
                 # a head has the later tokens
                 emphasis = tuple(weights[:, number:] for weights in text.emphasis)
@@ -471,12 +451,12 @@ def compress_sequentially(
                 stage_files = files and files.of_head(number - 1)
                 state = _InOrder(mtp_stage.model, later, stage_work, stage_files, progress)
             batches = state.calibration.batches
-            evaluation = list[Tensor]()
+            evaluation = []
             share = ranks().share(batches)
             budget = DEFAULT_ACTIVATION_BUDGET
             visitors: list[LayerVisitor] = [state]
             correction = state.work.correction
-            if correction.follows_base:
+            if correction.wanted and correction.toward != 0:
                 budget //= 2
                 offload = ActivationOffload(budget)
                 base = BaseStream(state.model, len(batches), offload, correction.toward)
@@ -484,13 +464,12 @@ def compress_sequentially(
                 share = ranks().share(batches, batches)
                 batches = (*batches, *batches)
                 visitors.append(base)
-            for probe in state.probes:
-                probe.first = len(batches) + len(evaluation)
-                evaluation += probe.batches
+            if probe is not None:
+                probe.first = len(batches)
+                evaluation = probe.batches
                 for variant in (None, CORRECTED, UNDONE):
                     share |= {*probe.numbers_of(variant)}
-            if state.probes:
-                visitors += [state.early, *state.probes]
+                visitors += [state.early, probe]
             if mtp_stage.following is not None:
                 visitors.append(mtp_stage)
             if isinstance(state.files, LayerVisitor):
@@ -550,9 +529,9 @@ def correct(
             seed=seed,
         )
         texts = () if heads else calibration.heldout_batches
-        with comparing(model, files, texts) as probes:
+        with comparing(model, files, texts) as probe:
             layers = compress_sequentially(
-                model, work, calibration, progress, files, probes, heads=heads
+                model, work, calibration, progress, files, probe, heads=heads
             )
     undoing: Difference | None = ranks().broadcast(lambda: read_difference(files))
     if undoing is None or not undoing.accepted:
@@ -585,22 +564,22 @@ def correct(
 @contextmanager
 def comparing(
     model: OpenModel, files: CutFiles, texts: Sequence[Tensor]
-) -> Iterator[list[HeldoutProbe]]:
-    """Measure in a pass that corrects layers, by a probe in it, what undoing all corrections does
-    to the distance from the base.
+) -> Iterator[HeldoutProbe | None]:
+    """Measure in a pass that corrects layers what undoing all corrections does to the distance from
+    the base.
 
     It is kept beside the files, for a run that resumes this one. There is no probe where that has
     been done, or where fewer than eight sequences, or a model without a language-model head, make
     undoing no gain."""
     undoing = Difference(0.0, 0.0, 0.0, sum(map(len, texts)))
     if ranks().broadcast(lambda: read_difference(files)) is not None:
-        yield []
+        yield None
         return
     if undoing.sequences < FEWEST or head_of(model.partial.model) is None:
-        yield []
+        yield None
     else:
         with Evaluator.of(model, texts).measuring(model.partial.model, variants=2) as probe:
-            yield [probe]
+            yield probe
         undoing = Difference.of(probe.figures[CORRECTED].kl, probe.figures[UNDONE].kl)
     if ranks().is_first:
         save_tensors(files.folder / EVALUATED, {}, asdict(undoing))

@@ -285,21 +285,18 @@ class Planner:
             planned.append(Planned(self._plan(spec, layers, protected), seconds[number]))
         return planned
 
-    def plan_in_order(
+    def plan_sequentially(
         self,
         spec: PruneSpec,
-        correction: Correct = UNCORRECTED,
+        correction: Correct | None = None,
         protected: Protected | None = None,
         files: CutFiles | None = None,
-        of_base: bool = False,
-        probes: Sequence[HeldoutProbe] = (),
     ) -> ExpertPlan:
-        """Plan, cut and, with a `correction`, refit every layer in order, from one pass.
+        """Plan every layer on the output of the compressed, and with a `correction` corrected,
+        earlier layers.
 
-        Statistics are those of the compressed earlier layers' output; `of_base` those that `plans`
-        takes, which a correction that follows the base has anyway. `files` keeps the cut layers, so
-        that carrying the plan out need not repeat the pass. A strategy that needs an attribution
-        sees that of the base. The `probes`' batches pass the base alone."""
+        `files` keeps the cut layers, so that carrying the plan out need not repeat the pass. A
+        strategy that needs an attribution sees that of the base."""
         assert self.calibration is not None
         rank_changes = self.rank_changes([spec.strategy])
 
@@ -307,17 +304,16 @@ class Planner:
             plan: LayerPlan = ranks().broadcast(
                 lambda: _layer_plan(stats, spec, protected, rank_changes)
             )
-            return plan if of_base else replace(plan, upstream=COMPRESSED)
+            return replace(plan, upstream=COMPRESSED)
 
         needs = spec.strategy.needs | self._modalities
-        work = LayerWork(spec.experts, decide, needs, of_base, correction, self.seed)
+        work = LayerWork(spec.experts, decide, needs, correction or UNCORRECTED, self.seed)
         run = (self.model, work, self.calibration, self.progress, files)
-        compared: AbstractContextManager[list[HeldoutProbe]] = nullcontext([])
-        if files is not None and correction.wanted and not spec.heads:
+        compared: AbstractContextManager[HeldoutProbe | None] = nullcontext()
+        if files is not None and correction is not None and not spec.heads:
             compared = comparing(self.model, files, self.calibration.heldout_batches)
-        phase = "correct" if of_base else "plan in order"
-        with compared as more:
-            layers = compress_sequentially(*run, [*more, *probes], phase, spec.heads)
+        with compared as probe:
+            layers = compress_sequentially(*run, probe, "plan in order", spec.heads)
         return self._plan(spec, layers, protected)
 
     @property

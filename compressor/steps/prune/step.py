@@ -5,11 +5,10 @@ Experts may be split before, so that narrower ones go, and those that stay be re
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Self
 
-from compressor.divergence.evaluator import HeldoutProbe
 from compressor.document.blocks import Text
 from compressor.errors import CompressionError
 from compressor.formatting import counted, setting, span
@@ -28,13 +27,7 @@ from compressor.steps.dispositions import all_dispositions
 from compressor.steps.job import make_job, untouched
 from compressor.steps.layer_files import LayerFiles
 from compressor.steps.prune.options import Prune, protector_of
-from compressor.steps.prune.planning import (
-    Planner,
-    PruneSpec,
-    protected_experts,
-    spec_of,
-    with_list,
-)
+from compressor.steps.prune.planning import Planner, protected_experts, spec_of, with_list
 from compressor.steps.section import Section, with_reconstruction
 from compressor.steps.split.view import as_decided, chosen_parts, partitioned, seen_as, shapes
 from compressor.steps.step import Requirements, State, Step
@@ -101,14 +94,12 @@ class PruneStep(Step[Prune]):
             spec = spec_of(prune, view, parts)
             needs = spec.strategy.needs
             protects = protector_of(prune.protect) is not None
-            along = prune.sequential or _refits_along(prune, spec)
             if needs - WEIGHTS or protects:
-                own = not (prune.correct.wanted and along)
                 hidden = int(model.config.get_text_config().hidden_size)
                 needed = replace(
                     needed,
                     text=True,
-                    passes=int(protects or bool(needs & ATTRIBUTED)) + int(own),
+                    passes=2 if protects or needs & ATTRIBUTED else 1,
                     sample_bytes=len(needs & OUTPUTS) * layers[0].experts * 4 * hidden,
                     sample_tokens=prune.sample_count,
                 )
@@ -147,29 +138,26 @@ class PruneStep(Step[Prune]):
         protected = protected_experts(prune.protect, spec.experts, planner)
         reads = spec.strategy.needs - WEIGHTS
         refits = prune.correct.wanted
-        work = state.run.work
-        sequential = prune.sequential and text is not None and bool(reads or refits)
-        in_order = sequential or (_refits_along(prune, spec) and work is not None)
-        if not (reads or in_order):
+        if prune.sequential and text is not None and (reads or refits):
+            files = None if state.run.work is None else _files(state, model, refits)
+            return planner.plan_sequentially(
+                spec, prune.correct if refits else None, protected, files
+            )
+        if not reads:
             planner = replace(planner, calibration=None)
-        # the base's answers, for the evaluation in the end
-        probing: AbstractContextManager[HeldoutProbe | None] = nullcontext()
+        files = None
+        if not (refits or model.is_split or state.run.work is None):
+            files = state.once("files", lambda: LayerFiles(state, model, refitted=False))
         evaluator = state.run.evaluator
-        is_base = evaluator is not None and evaluator.base is model and not spec.heads
-        if evaluator is not None and is_base and planner.calibration is not None:
-            probing = evaluator.keeping(len(planner.calibration.batches))
-        with probing as probe:
-            if not in_order:
-                final = None
-                if not (refits or model.is_split or work is None):
-                    final = state.once("files", lambda: LayerFiles(state, model, refitted=False))
-                return planner.plans([spec], protected, final, probe)[0].plan
-            files = None if work is None else _files(state, model, refits)
-            probes = [] if probe is None else [probe]
-            with state.run.clock.phase("correct" if refits else "plan"):
-                return planner.plan_in_order(
-                    spec, prune.correct, protected, files, not sequential, probes
-                )
+        if (
+            planner.calibration is None
+            or spec.heads
+            or evaluator is None
+            or evaluator.base is not model
+        ):
+            return planner.plans([spec], protected, files)[0].plan
+        with evaluator.keeping(len(planner.calibration.batches)) as probe:
+            return planner.plans([spec], protected, files, probe)[0].plan
 
     def write(self, state: State) -> OutputJob:
         """Refit what stays, if asked, and return how the smaller checkpoint is written."""
@@ -251,11 +239,6 @@ class PruneStep(Step[Prune]):
             kept = self.options.count(layers, parts)
             sentences.append(kept_sentence(kept, layers[0].experts, parts))
         return tuple(sentences)
-
-
-def _refits_along(prune: Prune, spec: PruneSpec) -> bool:
-    """Return True if layers are planned in the pass that corrects them, as the base runs there."""
-    return prune.correct.follows_base and not (prune.sequential or spec.heads)
 
 
 def _files(state: State, model: OpenModel, refits: bool) -> CutFiles:

@@ -77,7 +77,7 @@ def test_streamed_models_have_the_figures_of_whole_ones(
         plans = make(model.architecture)
         small = cut(stock, zoo.family(name).count_field, whole_plan(model, plans).to_dict())
         with evaluator.measuring(model.partial.model) as probe:
-            run(model, plans, with_heldout(stock) if make is drops else None, probes=[probe])
+            run(model, plans, with_heldout(stock) if make is drops else None, probe=probe)
         check(probe.figures[0], plain(stock, small, entries))
         check(evaluator.measure_loaded(small), plain(stock, small, entries))
         means = probe.figures[0].means

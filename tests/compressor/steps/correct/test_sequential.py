@@ -1,7 +1,6 @@
 """A pass in order against whole stock models, an interrupted one, and what becomes of corrections that do harm."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ def watched_run(
 ) -> tuple[dict[int, Tensor], dict[str, LayerPlan]]:
     """Logits of batches of two and one sequences from a pass in order, and the plans that come back."""
     watched = Watched([ids[:2], ids[2:]])
-    made = run(model, plans, probes=[watched], **more)
+    made = run(model, plans, probe=watched, **more)
     return watched.logits, made
 
 
@@ -268,29 +267,11 @@ def test_an_interrupted_pass_goes_on_where_it_was(name: str, tmp_path: Path) -> 
     assert files_of(files.folder) == files_of(whole_files.folder)
 
 
-@pytest.mark.parametrize("strategy", ["reap", "hc-smoe", "aimer"])
-@pytest.mark.parametrize("name", zoo.few(["qwen3_moe", "deepseek_v3", "granitemoe", "gpt_oss"], 1))
-def test_a_plan_in_the_pass_that_corrects_is_that_of_a_pass_of_its_own(
-    name: str, strategy: str, tmp_path: Path
-) -> None:
-    stock, model = opened_wide(name, tmp_path)
-    planner = Planner(model, with_heldout(stock), Silent())
-    spec = PruneSpec(load_strategy(strategy, {}), 6)
-    apart = planner.plans([spec])[0].plan
-    along = planner.plan_in_order(spec, Correct("ridge"), of_base=True)
-    assert [layer.figures["correction"]["toward"] for layer in along.layers] == [0.5] * len(along.layers)
-    plain = [
-        replace(layer, figures={name: value for name, value in layer.figures.items() if name != "correction"})
-        for layer in along.layers
-    ]
-    assert plain == [*apart.layers] and replace(along, layers=apart.layers) == apart
-
-
 def test_planning_in_order_sees_the_compressed_earlier_layers(tmp_path: Path) -> None:
     """The counts that decide the second layer are those of a stock model whose first layer is cut."""
     stock, model = opened_wide("qwen3_moe", tmp_path)
     data, spec = with_heldout(stock), PruneSpec(load_strategy("reap", {}), 6)
-    made = Planner(model, data, Silent()).plan_in_order(spec)
+    made = Planner(model, data, Silent()).plan_sequentially(spec, None)
     assert {layer.upstream for layer in made.layers} == {"compressed"}
     first, second = model.architecture.layers
     only_first = {first.name: made.layers[0], second.name: LayerPlan.keep(second, range(6))}

@@ -165,7 +165,7 @@ def test_experts_for_pictures_alone_are_measured_on_the_tokens_of_pictures(tmp_p
 
 def plan(model: OpenModel, batches: Sequence[Tensor], in_order: bool = False) -> Any:
     spec, planner = PruneSpec(load_strategy("reap", {}), 4), Planner(model, calibration(batches), Silent())
-    return planner.plan_in_order(spec) if in_order else planner.plans([spec])[0].plan
+    return planner.plan_sequentially(spec) if in_order else planner.plans([spec])[0].plan
 
 
 @pytest.mark.parametrize("in_order", [False, True])
