@@ -309,7 +309,6 @@ def text_specs(resolved: ResolvedRecipe) -> Iterator[tuple[int | None, TextSpec]
     The output is evaluated on the first of them.
     """
     evaluation = EVALUATED if resolved.recipe.output.evaluate else 0
-    reads = any(needed.reads for needed in resolved.requirements)
     # needs of the steps that read the run's text, by the name of their part
     shared = dict[str, Requirements]()
     texts: list[tuple[int | None, TextOptions, dict[str, Requirements]]] = [
@@ -321,14 +320,11 @@ def text_specs(resolved: ResolvedRecipe) -> Iterator[tuple[int | None, TextSpec]
             shared[part_name(position)] = needed
         else:
             texts.append((position, own, {OWN: needed}))
-    for number, options, needs in texts:
-        if reads:
-            is_wanted = any(needed.reads for needed in needs.values())
-        else:  # recorded by a plan, too, so that what is made by it is evaluated alike
-            is_wanted = options.data is not None
-            evaluation = EVALUATED
-        if not is_wanted:
-            continue
+    wanted = [entry for entry in texts if any(needed.reads for needed in entry[2].values())]
+    if not wanted:  # recorded by a plan, too, so that what is made by it is evaluated alike
+        wanted = [entry for entry in texts if entry[1].data is not None][:1]
+        evaluation = EVALUATED
+    for number, options, needs in wanted:
         is_fitted = any(needed.text for needed in needs.values())
         fewest = max(needed.heldout for needed in needs.values()) if is_fitted else 0
         yield (
@@ -347,8 +343,6 @@ def text_specs(resolved: ResolvedRecipe) -> Iterator[tuple[int | None, TextSpec]
                 evaluation=evaluation,
             ),
         )
-        if not reads:
-            return
         evaluation = 0
 
 
