@@ -102,6 +102,8 @@ def open_run(
                 opened_model = stack.enter_context(
                     opened(model, revision, dtype, device, progress, resident)
                 )
+            if opened_model.partial.resident:
+                keep_freed()
             yield Session(opened_model, progress or Silent(), clock, peak)
     finally:
         torch.use_deterministic_algorithms(was_enabled, warn_only=was_warning)
@@ -376,8 +378,6 @@ def begin(resolved: ResolvedRecipe, session: Session, work: Workdir | None = Non
             texts[number] = text
     plan = first_plan(resolved, texts.get(None))
     logger.info("%s", how_resident(model))
-    if model.partial.resident:
-        keep_freed()
     roles = model.layout.roles.items()
     outside = [name for name, role in roles if not role.decoder_layer]
     # in use from the first pass on
