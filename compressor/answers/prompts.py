@@ -4,7 +4,7 @@ other text."""
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from compressor.data.chats import (
     ASKING,
     CHATS,
     CHOSEN,
+    LANGUAGE,
     note_columns,
     read_row,
     require_template,
@@ -50,6 +51,7 @@ class Prompt:
     messages: tuple[Json, ...] = ()
     tools: Sequence[Any] | None = None
     where: str = field(default="", compare=False)  # it was read
+    language: str | None = None  # of the answer, in the row's own word
 
     @classmethod
     def of(
@@ -107,7 +109,7 @@ def read_prompts(
             with left_out.each():
                 conversation = read_row(row, column, where, COLUMNS)
                 if column is None:
-                    note_columns(row, conversation, left_out, ANSWERING)
+                    note_columns(row, conversation, left_out, (*ANSWERING, LANGUAGE))
                 text = conversation.text
                 if text is not None and not text.strip():
                     raise ItemError(f"{where} has no text; give it some or remove it")
@@ -123,6 +125,8 @@ def read_prompts(
                             "message"
                         )
                     prompt = Prompt.of(messages, domain, conversation.tools, where, text)
+                if isinstance(row, Mapping) and isinstance(row.get(LANGUAGE), str):
+                    prompt = replace(prompt, language=row[LANGUAGE])
                 taken += prompt.id not in prompts
                 prompts.setdefault(prompt.id, prompt)
             if taken == most:

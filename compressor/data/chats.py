@@ -30,6 +30,7 @@ TRACE = frozenset({"id", "seed", "domain"})
 SYSTEM = ("system", "system_prompt")  # columns beside a chat
 DATA = ("input", "context")  # columns beside an instruction
 HISTORY = "history"  # the column of earlier turns
+LANGUAGE = "language"  # the column of the language that an answer should be in
 BESIDE = (*SYSTEM, *DATA, HISTORY)
 TOOLS = ("tools", "functions")  # columns of the tools that may be called
 OURS = frozenset({"id", "domain", "ended"})  # columns of the rows that `traces` writes

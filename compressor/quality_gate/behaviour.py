@@ -33,7 +33,14 @@ from compressor.quality_gate.endings import (
     pair_lengths,
     rates,
 )
-from compressor.quality_gate.options import LENGTH, BehaviourOptions, GateOptions, Limits
+from compressor.quality_gate.language import unclear_language, wanted_by
+from compressor.quality_gate.options import (
+    LENGTH,
+    OTHER_LANGUAGE,
+    BehaviourOptions,
+    GateOptions,
+    Limits,
+)
 from compressor.quality_gate.statistics import (
     POWER,
     advise,
@@ -79,6 +86,10 @@ class AnswerPair:
             return "new loop"
         if base.ended and not smaller.ended:
             return "end missed"
+        if smaller.other_language and not base.other_language:
+            return OTHER_LANGUAGE
+        if smaller.refused and not base.refused:
+            return "new refusal"
         if (base.looped and not smaller.looped) or (smaller.ended and not base.ended):
             return "better"
         return "same text" if self.base.text == self.smaller.text else "other text"
@@ -138,14 +149,15 @@ def compare_answers(
 
     Each of the conditions on them has to pass; failures are corrected by Holm."""
     endings = list[list[Ending]]()
+    wanted = [wanted_by(prompt) for prompt in prompts.prompts for _ in range(prompts.options.seeds)]
     for tokenizer, answers in zip(tokenizers, (base, smaller), strict=True):
         markers = Markers.of(tokenizer)
         endings.append([])
-        for (prompt, _), answer in zip(prompts.requests, answers, strict=True):
+        for (prompt, _), answer, language in zip(prompts.requests, answers, wanted, strict=True):
             before = ""
             if markers.thinking:
                 before = str(tokenizer.decode(tokens_of(prompt, tokenizer, options.chat)))
-            endings[-1].append(ending_of(answer, prompt, markers, tokenizer, before))
+            endings[-1].append(ending_of(answer, prompt, markers, tokenizer, before, language))
     ending_pairs = list(zip(*endings, strict=True))
     pairs = [
         AnswerPair(prompt, seed, *both)
@@ -166,7 +178,10 @@ def compare_answers(
         if name == LENGTH:
             tests.append(measure_change(pair_lengths(ending_pairs), limit, alpha))
         else:
-            tests.append(measure(pair_endings(name, ending_pairs), limit, alpha, True))
+            marks = pair_endings(name, ending_pairs)
+            if not len(marks.drops):
+                raise unclear_language()
+            tests.append(measure(marks, limit, alpha, True))
     conditions = []
     for test in corrected(tests, alpha, "p_fail"):
         name = f"rise of {test.task}"

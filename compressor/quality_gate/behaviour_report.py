@@ -27,13 +27,17 @@ from compressor.formatting import common_prefix, counted
 from compressor.quality_gate.behaviour import Behaviour
 from compressor.quality_gate.domain_divergence import divergence_blocks
 from compressor.quality_gate.endings import DISTINCT, LEAST, PERIOD, TIMES, WINDOW, Ending, Rate
+from compressor.quality_gate.options import OTHER_LANGUAGE
 from compressor.quality_gate.verdict import conditions_table
 from compressor.records import plain_json, report_json
 
 NAMES = ("behaviour.json", "behaviour.md", "answers.html", "answers.jsonl")
 MOST_PAIRS, MOST_LETTERS = 500, 20_000  # on the page: pairs, and of each text
 # on the page, in this order
-FIRST = ("new loop", "end missed", "other text", "better", "same text")
+FIRST = (
+    *("new loop", "end missed", OTHER_LANGUAGE, "new refusal"),
+    *("other text", "better", "same text"),
+)
 DIFFERENCE = re.compile(r"\s*\S*")  # what is marked where two answers part
 COLUMNS = (
     "measure",
@@ -50,9 +54,10 @@ LEGEND = (
     f"Loops: answers whose end is one sequence of at most {PERIOD} tokens at least {TIMES} times "
     f"over, {LEAST} tokens at least, or whose last {WINDOW} tokens have less than "
     f"{100 * DISTINCT:g}% different 4-grams. Missed ends: answers that did not end by themselves. "
-    "Repeated 4-grams: the share of an answer's 4-grams that occurred before (seq-rep-4). At least "
-    "and at most: one-sided bounds of the rise, paired by prompt and seed, those of shares of "
-    "answers exact."
+    "Other language: answers, thinking apart, that are very unlikely to be in a language or script "
+    "that the prompt has or names. Refusals: answers that open with one. Repeated 4-grams: the "
+    "share of an answer's 4-grams that occurred before (seq-rep-4). At least and at most: "
+    "one-sided bounds of the rise, paired by prompt and seed, those of shares of answers exact."
 )
 
 

@@ -1,5 +1,5 @@
-"""How answers end: by themselves or not, in a loop, with thinking or a tool call left open; and how
-they repeat.
+"""How answers end: by themselves or not, in a loop, with thinking or a tool call left open; how
+they repeat, whether they are in the language that was asked for, and whether they refuse.
 
 Loop: an answer loops if its last tokens are one sequence of at most `PERIOD` tokens, at least
 `TIMES` times over and `LEAST` tokens in all; or if of the 4-grams of its last `WINDOW` tokens less
@@ -20,7 +20,8 @@ import numpy as np
 from compressor.answers.answering import Answer
 from compressor.answers.prompts import Prompt
 from compressor.frozen import frozen
-from compressor.quality_gate.options import LENGTH
+from compressor.quality_gate.language import Wanted, is_in_another, refuses
+from compressor.quality_gate.options import LENGTH, OTHER_LANGUAGE, REFUSALS
 from compressor.quality_gate.statistics import PairedItems, measure
 
 PERIOD, TIMES, LEAST = 64, 4, 16  # tokens; LEAST keeps a rule or an ellipsis from being a loop
@@ -97,15 +98,23 @@ class Ending:
     open_thinking: bool | None = None  # None where the template knows no thinking
     # a tool call or JSON that is not closed or no JSON; None without a template
     broken_calls: bool | None = None
+    other_language: bool | None = None  # than was asked for; None where that is unclear
+    refused: bool = False
 
 
 EndingPair = tuple[Ending, Ending]  # of the base's answer and the smaller model's
 
 
 def ending_of(
-    answer: Answer, prompt: Prompt, markers: Markers, tokenizer: Any, before: str = ""
+    answer: Answer,
+    prompt: Prompt,
+    markers: Markers,
+    tokenizer: Any,
+    before: str = "",
+    wanted: Wanted | None = None,
 ) -> Ending:
-    """Measure an answer; `before` is its prompt's text, which may open the thinking.
+    """Measure an answer; `before` is its prompt's text, which may open the thinking, and `wanted`
+    the language that it asks for.
 
     A server's answer without tokens is tokenised anew.
     """
@@ -121,6 +130,9 @@ def ending_of(
     varied = len(last) >= LEAST_WINDOW and repeated_share(last) > 1 - DISTINCT
     whole = before + answer.text
     is_open = [whole.rfind(opening) > whole.rfind(closing) for opening, closing in markers.thinking]
+    said = "" if any(is_open) else answer.text
+    for _, closing in markers.thinking:
+        said = said.rpartition(closing)[2]
     calls = None
     if markers.calls or markers.has_tools:
         calls = broken(answer.text, markers, prompt.tools)
@@ -132,6 +144,8 @@ def ending_of(
         repeated=repeated_share(tokens),
         open_thinking=any(is_open) if is_open else None,
         broken_calls=calls,
+        other_language=None if wanted is None else is_in_another(said, wanted),
+        refused=refuses(said),
     )
 
 
@@ -165,6 +179,8 @@ MEASURES: Mapping[str, Callable[[Ending], float | bool | None]] = {
     "missed ends": lambda ending: not ending.ended,
     "open thinking": lambda ending: ending.open_thinking,
     "broken tool calls": lambda ending: ending.broken_calls,
+    OTHER_LANGUAGE: lambda ending: ending.other_language,
+    REFUSALS: lambda ending: ending.refused,
     "repeated 4-grams": lambda ending: ending.repeated,
     "tokens": lambda ending: float(ending.tokens),
 }
@@ -191,9 +207,9 @@ class Rate:
 
 def pair_endings(name: str, pairs: Sequence[EndingPair]) -> PairedItems:
     """Pair a measure by prompt and seed, the smaller model first, so that its drop is the measure's
-    rise; NaN where an answer has no such measure."""
-    base = np.array([MEASURES[name](ending) for ending, _ in pairs], dtype=float)
-    smaller = np.array([MEASURES[name](ending) for _, ending in pairs], dtype=float)
+    rise; pairs without such a measure are left out."""
+    marks = np.array([[*map(MEASURES[name], pair)] for pair in pairs], dtype=float).reshape(-1, 2)
+    base, smaller = marks[~np.isnan(marks).any(1)].T
     return PairedItems(smaller, base, np.ones(len(base)), task=name)
 
 
@@ -223,7 +239,7 @@ def rates(
     for domain, same in groups.items():
         for name in MEASURES:
             marks = pair_endings(name, same)
-            if np.isnan(marks.drops).any():
+            if not len(marks.drops):
                 continue
             test = measure(marks, 0.0, 1 - confidence, True)
             rate = Rate(

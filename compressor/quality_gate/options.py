@@ -19,6 +19,7 @@ MAX_LENGTH_CHANGE = 0.1
 FEWEST = 8  # sequences of text, under which nothing is told apart
 SHORTEST = 16  # tokens of such a sequence
 LENGTH = "length"  # of answers, the measure that is limited up and down
+OTHER_LANGUAGE, REFUSALS = "other language", "refusals"
 TASK_DROPS = 3  # default limit of a single task, as a multiple of the drop allowed over all items
 
 # those of Zhang et al. 2024, arXiv:2407.09590
@@ -105,6 +106,11 @@ class GateOptions(BehaviourOptions, TaskOptions):
     """Rise of loops, as a share of answers, that passes (default with prompts: 0.01)."""
     max_missed_rise: float | None = Field(None, ge=0, le=1)
     """The same of answers that do not end by themselves (default: as of loops)."""
+    max_language_rise: float | None = Field(None, ge=0, le=1)
+    """Rise of answers in another language than the prompt's or the one it asks for, as a share of
+    those whose language is clear, that passes."""
+    max_refusal_rise: float | None = Field(None, ge=0, le=1)
+    """The same of answers that open with a refusal."""
     max_length_change: float | None = Field(None, gt=0)
     """Relative change of the mean length of answers that passes, up or down (default with prompts:
     0.1, or the largest limit of loops and missed ends)."""
@@ -168,6 +174,10 @@ class GateOptions(BehaviourOptions, TaskOptions):
         if missed_rise is not None and missed_rise != 1:
             limits["missed ends"] = ("--max-missed-rise", missed_rise)
         usual = max([MAX_LENGTH_CHANGE, *(rise for _, rise in limits.values())])
+        if self.max_language_rise is not None:
+            limits[OTHER_LANGUAGE] = ("--max-language-rise", self.max_language_rise)
+        if self.max_refusal_rise is not None:
+            limits[REFUSALS] = ("--max-refusal-rise", self.max_refusal_rise)
         limits[LENGTH] = ("--max-length-change", self.max_length_change or usual)
         return limits
 
@@ -188,7 +198,10 @@ class GateOptions(BehaviourOptions, TaskOptions):
                 "--baseline has the base's answers to tasks alone; leave out --prompts, --text and "
                 "--answers, or name the base instead"
             )
-        names = ("max_loop_rise", "max_missed_rise", "max_length_change")
+        names = (
+            *("max_loop_rise", "max_missed_rise", "max_length_change"),
+            *("max_language_rise", "max_refusal_rise"),
+        )
         given = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
         if given and (self.teacher_forced or not self.prompts):
             remedy = "leave out --teacher-forced" if self.teacher_forced else "name --prompts"

@@ -33,7 +33,8 @@ from compressor.frozen import frozen
 from compressor.progress import Progress
 from compressor.quality_gate.baseline import ANEW, COMPUTING, Baseline
 from compressor.quality_gate.behaviour import UNIT, evaluate_behaviour, stock_pair
-from compressor.quality_gate.options import LENGTH, GateOptions
+from compressor.quality_gate.language import unclear_language, wanted_by
+from compressor.quality_gate.options import LENGTH, OTHER_LANGUAGE, GateOptions
 from compressor.quality_gate.recorded import refuse_others
 from compressor.quality_gate.statistics import (
     MOST_ITEMS,
@@ -139,8 +140,15 @@ def analyse_power(
     if prompts is not None:
         answers = prompts.answers
         for name, (option, rise) in options.answer_limits.items():
-            measures.append((name, answers, rise, name != LENGTH))
-            refusals.append(_refusal(options, answers, UNIT, option, rise))
+            judged = answers
+            if name == OTHER_LANGUAGE:
+                judged = prompts.options.seeds * sum(
+                    wanted_by(prompt) is not None for prompt in prompts.prompts
+                )
+                if not judged:
+                    raise unclear_language()
+            measures.append((name, judged, rise, name != LENGTH))
+            refusals.append(_refusal(options, judged, UNIT, option, rise))
     if scored:
         items = sum(task.items(options.limit) for task in scored)
         measures.append((POOLED, items, options.max_drop, True))

@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,15 @@ def test_the_page_begins_with_what_went_wrong_and_escapes_all_text(tmp_path: Pat
         return AnswerPair(prompt, 0, *answers, base, smaller)
 
     good, cut, looping = ending("x"), ending("x", ended=False), ending("x", ended=False, loop=1)
+    foreign, refused = replace(good, other_language=True), replace(good, refused=True)
     pairs = (
-        pair(0, good, good), pair(1, good, good, "y"), pair(2, cut, good), pair(3, good, cut), pair(4, good, looping)
+        pair(0, good, good), pair(1, good, good, "y"), pair(2, cut, good), pair(3, good, cut), pair(4, good, looping),
+        pair(5, good, foreign), pair(6, good, refused),
     )  # fmt: skip
-    assert sorted(map(FIRST.index, (each.verdict for each in pairs))) == [0, 1, 2, 3, 4]
+    assert sorted(map(FIRST.index, (each.verdict for each in pairs))) == [*range(len(FIRST))]
     endings = [(each.base_ending, each.smaller_ending) for each in pairs]
     found = rates([each.prompt.domain for each in pairs], endings, 0.95)
-    behaviour = Behaviour("<base>", "<smaller>", 0.95, Written(5, 1, {}, found, pairs))
+    behaviour = Behaviour("<base>", "<smaller>", 0.95, Written(7, 1, {}, found, pairs))
     write_behaviour(behaviour, tmp_path / "out")
     page = (tmp_path / "out" / "answers.html").read_text(encoding="utf-8")
     assert re.findall(r'"><h3>([a-z ]+) <span', page) == list(FIRST)

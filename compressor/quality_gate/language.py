@@ -1,0 +1,146 @@
+"""The language of answers beside the one that their question asks for, and answers that refuse.
+
+py3langid (Lui and Baldwin, ACL 2012) names languages; docs/how-to/behaviour.md has its errors on
+sentences in ten scripts beside those of other libraries. An answer counts as one in another
+language if what was asked for is very unlikely, so that an unusual answer is no alarm."""
+
+import re
+import unicodedata
+from collections import Counter
+from functools import cache
+from typing import Any
+
+from compressor.answers.prompts import Prompt
+from compressor.errors import CompressionError
+from compressor.frozen import frozen
+from compressor.model.tokenizer import joined_text
+
+LETTERS = 15  # that a text has at least, for which ideographs and syllables count as `WIDE`
+WIDE = 3
+MOST = 4_000  # letters that are looked at
+OPENING = 200  # letters of an answer in which a refusal stands
+POSSIBLE = 0.1  # of the likeliest language's probability makes another a question's, too
+UNLIKELY = 0.01  # probability of a question's languages below which an answer is in another
+STEM = 3  # letters at the end of a language's name that may differ, as in "на французском"
+CODE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`|https?://\S+|<[^<>\n]*>", re.DOTALL)
+JAPANESE = ("HIRAGANA", "KATAKANA")
+REFUSAL = re.compile(
+    r"""(?:^|[.!?:\n])\W*(?:
+    i\W?a?m\ (?:(?:really|so|very|truly)\ )?sorry\b | i\ apologi[sz]e\b | sorry,?\ (?:but\ )?i\b
+    | i\ (?:ca|wo)n\W?t\b | i\ (?:can|will|could)\ ?not\b | i\W?a?m\ (?:not\ able|unable)\ to\b
+    | i\ (?:must|have\ to)\ (?:decline|refuse)\b | as\ an?\ (?:ai|language\ model)\b
+    | es\ tut\ mir\ leid\b | ich\ (?:kann|darf|werde)\b[^.]{0,40}\bnicht\b
+    | je\ suis\ désolée?\b | je\ ne\ (?:peux|puis)\ pas\b | désolée?,\ (?:mais\ )?je\b
+    | lo\ siento\b | no\ puedo\b | mi\ dispiace\b | non\ posso\b | desculpe\b | não\ posso\b
+    | к\ сожалению,?\ я\b | я\ не\ могу\b )
+    | 抱歉 | 对不起 | 我(?:无法|不能) | 申し訳 | お答えできません | 죄송""",
+    re.IGNORECASE | re.VERBOSE,
+)
+
+
+@frozen
+class Wanted:
+    """Languages (ISO 639-1) in which an answer may be, and the script, unless any will do."""
+
+    languages: frozenset[str]
+    script: str | None
+
+
+@cache
+def _identifier() -> Any:
+    """Load py3langid's model."""
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
+    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+
+
+@cache
+def _names(language: str) -> dict[str, str]:
+    """Return the names of all languages in a language, in small letters, and their codes."""
+    from babel import Locale, UnknownLocaleError
+
+    try:
+        known = Locale(language).languages
+    except UnknownLocaleError:
+        return {}
+    codes = set(_identifier().labels)
+    return {known[code].lower(): code for code in codes & set(known)}
+
+
+def _prose(text: str) -> str:
+    """Return a text without code, links and tags, of which every word looks English."""
+    return CODE.sub(" ", text[:MOST])
+
+
+def script_of(text: str) -> str | None:
+    """Return the script of most letters, by the first word of their Unicode names; None where there
+    are too few of them. Japanese is HIRAGANA, whatever else it has."""
+    scripts = Counter[str]()
+    for letter in filter(str.isalpha, text):
+        wide = unicodedata.east_asian_width(letter) in "WF"
+        scripts[unicodedata.name(letter, "?").split()[0]] += WIDE if wide else 1
+    if scripts.total() < LETTERS:
+        return None
+    kana = sum(scripts.pop(name, 0) for name in JAPANESE)
+    if kana:
+        scripts["HIRAGANA"] = kana + scripts.pop("CJK", 0)
+    return scripts.most_common(1)[0][0]
+
+
+def probabilities(text: str) -> dict[str, float]:
+    """Return the probability of each language (ISO 639-1, or -3) that a text is in it."""
+    return {language: float(share) for language, share in _identifier().rank(text)}
+
+
+def wanted_by(prompt: Prompt) -> Wanted | None:
+    """Return the languages in which a prompt asks for an answer: the one of its row's `language`,
+    or else what may be its own, and those it names in English or its own words. None if it is too
+    short."""
+    if prompt.language is not None:
+        code = _names("en").get(prompt.language.lower(), prompt.language.lower())
+        if code in _identifier().labels:
+            return Wanted(frozenset({code}), None)
+    asked = []
+    for message in prompt.chat:
+        content = message.get("content") or ""
+        if message.get("role") != "assistant":
+            asked.append(content if isinstance(content, str) else joined_text(content))
+    prose = _prose(asked[-1])
+    script = script_of(prose)
+    if script is None:
+        return None
+    shares = probabilities(prose)
+    least = POSSIBLE * max(shares.values())
+    possible = {code for code, share in shares.items() if share >= least}
+    everything = " ".join(asked).lower()
+    named = {code for name, code in _names("en").items() if re.search(rf"\b{name}\b", everything)}
+    for language in possible - {"en"}:
+        for name, code in _names(language).items():
+            if (name[:-STEM] if len(name) > 2 * STEM else name) in everything:
+                named.add(code)
+    return Wanted(frozenset(possible | named), None if named - possible else script)
+
+
+def unclear_language() -> CompressionError:
+    """Return the error of a limit where no prompt tells a language."""
+    return CompressionError(
+        "no prompt is long enough to tell its language; name other --prompts, give their rows a "
+        "column language, or leave out --max-language-rise"
+    )
+
+
+def is_in_another(text: str, wanted: Wanted) -> bool:
+    """Return True if an answer is clearly in another language or script than a prompt asked for."""
+    prose = _prose(text)
+    script = script_of(prose)
+    if script is None:
+        return False
+    if wanted.script is not None and script != wanted.script:
+        return True
+    shares = probabilities(prose)
+    return sum(shares[code] for code in wanted.languages) < UNLIKELY
+
+
+def refuses(text: str) -> bool:
+    """Return True if an answer opens with words of refusal, in one of ten languages."""
+    return REFUSAL.search(text[:OPENING]) is not None
