@@ -78,13 +78,19 @@ def plan(
     settings: Settings = None,
     imatrix: Imatrix = None,
     listed: Annotated[
-        Path | None, flag("File of another tool that says which experts stay.", None, "--from")
+        list[Path] | None,
+        flag(
+            "File of another tool that says which experts stay, or of a server that counts the "
+            "tokens of each; may be repeated.",
+            None,
+            "--from",
+        ),
     ] = None,
     dry_run: DryRun = False,
 ) -> None:
     """Decide which experts stay, merge or go, and write the plan as JSON; no weight is written."""
     package = package_of(context, model, imatrix)
-    if listed is not None:
+    if listed:
         flags = {**options_of_list(listed, flags), **flags}
     if package is None:
         recipe = recipe_of(model, {**flags, "output.evaluate": False}, settings)

@@ -5,6 +5,7 @@ to the file.
 in], the sums of the squares of its inputs, and `W.counts` [E, 1], the rows that were seen."""
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,7 @@ MATCH = "apply it to the GGUF file of the same model"
 Numbers = npt.NDArray[np.float64]
 ENERGY = "imatrix-energy"
 COUNTS = "count-guided"
+COUNTED = re.compile(re.escape(f"{DOWN}.counts").replace(r"\{\}", r"(\d{1,4})"))
 FLOAT32 = 0  # the number of this type in GGUF
 
 
@@ -86,6 +88,18 @@ def imatrix_scores(model: Gguf, layer: MoeLayer, imatrix: Header, strategy: str)
         )
     squares = imatrix_numbers(imatrix, f"{down.name}.in_sum2", layer.experts, down.shape[-1])
     return torch.from_numpy((squares * column_norms(model, layer)).sum(1))
+
+
+def routed_counts(path: Path) -> dict[int, torch.Tensor]:
+    """Return the tokens that were routed to each expert [E] by decoder layer, of an imatrix."""
+    imatrix = read_header(path)
+    counts = {}
+    for tensor in imatrix.tensors:
+        match = COUNTED.fullmatch(tensor.name)
+        if match:
+            numbers = imatrix_numbers(imatrix, tensor.name, tensor.parameters, 1)
+            counts[int(match[1])] = torch.from_numpy(numbers[:, 0].copy())
+    return counts
 
 
 def column_norms(model: Gguf, layer: MoeLayer) -> Numbers:

@@ -21,6 +21,8 @@ from compressor.records import Json
 from compressor.report.inspection import inspected_sizes
 
 if TYPE_CHECKING:  # loaded only where there is a GGUF file
+    import torch
+
     from compressor.gguf_files.blocks import GgufInspection
     from compressor.gguf_files.writing import GgufSummary
     from compressor.recipe.steps_plan import Plan
@@ -68,6 +70,13 @@ def inspect(model: str, experts: int | None, as_json: bool) -> None:
         facts["pruned before"] = "yes, by a plan in its metadata"
     blocks: list[Block] = [Heading(report.model), Facts(facts.items())]
     print_report(as_json, asdict(report), [*blocks, *inspected_sizes(report)])
+
+
+def routed_counts(path: Path) -> Mapping[int, "torch.Tensor"]:
+    """Return the tokens that were routed to each expert [E] by decoder layer, of an imatrix."""
+    from compressor.gguf_files.choosing import routed_counts
+
+    return routed_counts(path)
 
 
 def plan(model: str, flags: Json, imatrix: Path | None) -> "Plan":

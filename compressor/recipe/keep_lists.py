@@ -1,21 +1,25 @@
-"""Lists of experts to keep that other tools leave, as options of the strategy `listed`.
+"""Lists and scores of experts that other tools leave, as options of the strategy `listed`.
 
-RAZOR's kept_expert_indices.json maps main_LAYER to experts, the list that vllm-ascend reads has a
-line {"LAYER": [EXPERT, ...]} for each layer, and REAP's observations are a pickle of {LAYER:
-{"reap": saliencies [E], ...}}."""
+RAZOR's kept_expert_indices.json maps main_LAYER to experts, and the list that vllm-ascend reads has
+a line {"LAYER": [EXPERT, ...]} for each layer. Scores are REAP's observations, a pickle of {LAYER:
+{"reap": saliencies [E], ...}}, and counts of routed tokens: what SGLang's recorder of the expert
+distribution dumps (0.5: {"logical_count": [steps, layers, E]}, or in the modes per_pass and
+per_token {"records": [{"global_physical_count": [layers, P]}, ...], "last_physical_to_logical_map":
+[layers, P]}), and the GGUF files of llama-imatrix."""
 
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
+from compressor import entry_points
 from compressor.data.sources import WeightedSource
-from compressor.errors import CompressionError, ItemError
+from compressor.errors import CompressionError, ItemError, reason_of
 from compressor.recipe.steps_plan import MOST_EXPERTS
 from compressor.records import Json, read_json, value_as
 
@@ -23,35 +27,67 @@ LAYER = re.compile(r"(?:main_|(?:.+\.)?layers\.)?(\d+)(?:\..+)?")
 SALIENCY = "reap"
 Expert = Annotated[int, Field(ge=0, lt=MOST_EXPERTS)]
 SUFFIXES = (".pt", ".pth")
-HINT = "name a kept_expert_indices.json, an experts.jsonl or REAP's observations (.pt)"
+HINT = (
+    "name a kept_expert_indices.json, an experts.jsonl, REAP's observations or a dump of SGLang's "
+    "expert distribution recorder (.pt), or an imatrix (.gguf)"
+)
+Order = dict[str, list[int]]  # experts by decoder layer, the best first
 
 
-def options_of_list(path: Path, flags: Json) -> Json:
-    """Return the options, by path, by which `plan` keeps the experts of a file; `flags` may say how
+def options_of_list(paths: Sequence[Path], flags: Json) -> Json:
+    """Return the options, by path, by which `plan` keeps the experts of files; `flags` may say how
     many of them.
 
-    Raises `CompressionError` for a file that is no list, and for one that leaves the number open.
-    """
-    is_ranking = path.suffix in SUFFIXES
-    order = _saliencies(path) if is_ranking else _lists(path)
+    Of several files those experts stay that rank highest in any of them. Raises `CompressionError`
+    for a file that is no list, and for one that leaves the number open."""
+    orders = list[Order]()
+    scoring = None
+    for path in paths:
+        kind = entry_points.kind_of_file(str(path))
+        if path.suffix in SUFFIXES or kind:
+            scoring = path
+            scores = _tensors(path) if kind is None else _counts_of_file(path, kind)
+            orders.append(_ranked(path, scores))
+        else:
+            orders.append(_lists(path))
+    order = orders[0] if len(orders) == 1 else _united(orders)
     options = {"prune.split": 1, "prune.correct": "none", "prune.strategy": "listed"}
     options["prune.options.order"] = {
         layer: " ".join(map(str, experts)) for layer, experts in order.items()
     }
     if flags.keys() & {"prune.experts", "prune.ratio"}:
         return options
-    if is_ranking:
-        raise CompressionError(f"{path} scores all experts; say how many to keep with --experts N")
+    if scoring is not None:
+        raise CompressionError(
+            f"{scoring} scores all experts; say how many to keep with --experts N"
+        )
     fewest, *others = sorted({len(experts) for experts in order.values()})
     if others:
+        kept = f"{paths[0]} keeps" if len(paths) == 1 else "these lists together keep"
         raise CompressionError(
-            f"{path} keeps {fewest} to {others[-1]} experts in a layer, and a stock checkpoint has "
-            "one number for all; pass --experts N, or let the step constants choose (--format mone)"
+            f"{kept} {fewest} to {others[-1]} experts in a layer, and a stock checkpoint has one "
+            "number for all; pass --experts N, or let the step constants choose (--format mone)"
         )
     return {**options, "prune.experts": fewest}
 
 
-def _lists(path: Path) -> dict[str, list[int]]:
+def _united(orders: Sequence[Order]) -> Order:
+    """Return the first experts of all lists, then their second ones, and so on."""
+    layers = dict.fromkeys(chain.from_iterable(orders))
+    return {
+        layer: list(
+            dict.fromkeys(
+                expert
+                for rank in zip_longest(*(order.get(layer, ()) for order in orders))
+                for expert in rank
+                if expert is not None
+            )
+        )
+        for layer in layers
+    }
+
+
+def _lists(path: Path) -> Order:
     """Return the lists of a JSON file, or of one JSON object a line, by decoder layer."""
     if path.suffix == ".jsonl":
         from compressor.data.rows import source_rows  # which loads transformers
@@ -62,7 +98,7 @@ def _lists(path: Path) -> dict[str, list[int]]:
         ]
     else:
         contents = [_object(read_json(path, HINT, HINT), str(path))]
-    order = dict[str, list[int]]()
+    order = Order()
     for name, entry in chain.from_iterable(content.items() for content in contents):
         match = LAYER.fullmatch(name)
         if match:  # other names are of multi-token-prediction heads
@@ -81,7 +117,7 @@ def _object(row: Any, where: str) -> Json:
     return content
 
 
-def _add(order: dict[str, list[int]], path: Path, layer: str, experts: Sequence[int]) -> None:
+def _add(order: Order, path: Path, layer: str, experts: Sequence[int]) -> None:
     """Add the experts of a decoder layer; refuse a layer, or one of its experts, that is named
     twice."""
     if len(layer) > 4 or str(int(layer)) in order:
@@ -96,31 +132,69 @@ def _add(order: dict[str, list[int]], path: Path, layer: str, experts: Sequence[
     order[str(int(layer))] = list(experts)
 
 
-def _saliencies(path: Path) -> dict[str, list[int]]:
-    """Return the experts of each layer by falling saliency."""
+def _ranked(path: Path, scores: Mapping[Any, Any]) -> Order:
+    """Return the experts of each layer by falling score [E]."""
+    import torch
+
+    order = Order()
+    for layer, score in scores.items():
+        if not (
+            str(layer).isdecimal()
+            and isinstance(score, torch.Tensor)
+            and score.dim() == 1
+            and len(score) <= MOST_EXPERTS
+            and score.isfinite().all()
+        ):
+            shown = reprlib.repr(layer)
+            raise CompressionError(
+                f"{path}: {shown} should be a layer's number with a finite score of each expert; "
+                f"{HINT}"
+            )
+        _add(order, path, str(layer), score.argsort(descending=True, stable=True).tolist())
+    if not order:
+        raise CompressionError(f"{path} holds no scores of experts; {HINT}")
+    return order
+
+
+def _counts_of_file(path: Path, kind: str) -> Mapping[int, Any]:
+    """Return the counts that a model file of another kind has."""
+    counts: Mapping[int, Any] = entry_points.load(entry_points.MODEL_FILES, kind).routed_counts(
+        path
+    )
+    return counts
+
+
+def _tensors(path: Path) -> Mapping[Any, Any]:
+    """Return the scores of a file of torch's, by decoder layer."""
     import torch
 
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickles raise anything
         raise CompressionError(
-            f"{path} holds no observations of REAP, or more than tensors; {HINT}"
+            f"{path} holds no scores of experts, or more than tensors; {HINT}"
         ) from error
-    order = dict[str, list[int]]()
-    for layer, statistics in content.items() if isinstance(content, dict) else ():
-        scores = statistics.get(SALIENCY) if isinstance(statistics, dict) else None
-        if not (
-            str(layer).isdecimal()
-            and isinstance(scores, torch.Tensor)
-            and scores.dim() == 1
-            and len(scores) <= MOST_EXPERTS
-            and scores.isfinite().all()
-        ):
-            shown = reprlib.repr(layer)
-            raise CompressionError(
-                f"{path}: {shown} should be a layer's number with its finite {SALIENCY}; {HINT}"
-            )
-        _add(order, path, str(layer), scores.argsort(descending=True, stable=True).tolist())
-    if not order:
-        raise CompressionError(f"{path} holds no observations of REAP; {HINT}")
-    return order
+    if not isinstance(content, dict):
+        return {}
+    try:
+        if "records" in content:
+            place = content["last_physical_to_logical_map"].long()
+            most = int(place.max())
+            if most >= MOST_EXPERTS:
+                raise IndexError(f"expert {most} is none")
+            counts = torch.zeros(len(place), most + 1, dtype=torch.long)
+            for record in content["records"]:
+                counts.scatter_add_(1, place, record["global_physical_count"].long())
+        elif "logical_count" in content:
+            counts = content["logical_count"].long().sum(0)
+        else:
+            return {
+                layer: statistics.get(SALIENCY) if isinstance(statistics, dict) else None
+                for layer, statistics in content.items()
+            }
+        # a layer without experts, and one that nothing was routed in, has no counts
+        return {layer: count for layer, count in enumerate(counts) if count.any()}
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+        raise CompressionError(
+            f"{path} is no dump of SGLang's recorder ({reason_of(error)}); {HINT}"
+        ) from error

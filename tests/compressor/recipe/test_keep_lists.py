@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 
@@ -28,13 +30,49 @@ def reap(path: Path) -> None:
     torch.save({layer: {"reap": value, "total_tokens": torch.tensor(9)} for layer, value in saliency.items()}, path)
 
 
-@pytest.mark.parametrize(
-    ("write", "name"), [(razor, "kept_expert_indices.json"), (ascend, "experts.jsonl"), (reap, "observations.pt")]
-)
+def counts() -> torch.Tensor:
+    """Tokens routed to each expert [3 steps, 2 layers, E] of which those to keep get most."""
+    drawn = torch.randint(0, 5, (3, 2, 8), generator=torch.Generator().manual_seed(0))
+    for layer, experts in KEPT.items():
+        drawn[:, layer, experts] += torch.tensor([9, 8, 7, 6])
+    return drawn
+
+
+def sglang(path: Path) -> None:
+    torch.save({"rank": 0, "logical_count": counts().int(), "average_utilization_rate_over_window": None}, path)
+
+
+def sglang_passes(path: Path) -> None:
+    place = torch.tensor([[*range(8), 1, 4], [7, *range(8), 5]])  # of ten physical experts
+    physical = torch.zeros(3, 2, 10, dtype=torch.int32)
+    for step, layer, expert in product(range(3), range(2), range(8)):
+        copies = (place[layer] == expert).nonzero().flatten().tolist()
+        for token in range(int(counts()[step, layer, expert])):
+            physical[step, layer, copies[token % len(copies)]] += 1
+    records = [{"forward_pass_id": step, "global_physical_count": each} for step, each in enumerate(physical)]
+    torch.save({"records": records, "last_physical_to_logical_map": place}, path)
+
+
+def imatrix(path: Path) -> None:
+    writer = gguf.GGUFWriter(path, "imatrix")
+    for layer, numbers in enumerate(counts().sum(0)):
+        writer.add_tensor(f"blk.{layer}.ffn_down_exps.weight.counts", numbers.float()[:, None].numpy())
+        writer.add_tensor(f"blk.{layer}.ffn_down_exps.weight.in_sum2", torch.rand(8, 4).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+LISTS = [(razor, "kept_expert_indices.json"), (ascend, "experts.jsonl")]
+SCORES = [(reap, "observations.pt"), (sglang, "recorded.pt"), (sglang_passes, "passes.pt"), (imatrix, "imatrix.gguf")]
+
+
+@pytest.mark.parametrize(("write", "name"), [*LISTS, *SCORES])
 def test_the_experts_of_a_list_stay(write: Callable[[Path], None], name: str, run: Run, tmp_path: Path) -> None:
     model = small.save(tmp_path / "model", "qwen3_moe")
     write(tmp_path / name)
-    number = () if name != "observations.pt" else ("--experts", 4)
+    number = ("--experts", 4) if (write, name) in SCORES else ()
     succeeded(run("plan", model, "-o", tmp_path / "plan.json", "--from", tmp_path / name, *number))
     plan = Plan.load(tmp_path / "plan.json").expert_plan
     assert {layer.layer: [group.members[0] for group in layer.groups] for layer in plan.layers} == KEPT
@@ -55,10 +93,30 @@ def test_files_that_are_no_lists_are_refused(run: Run, tmp_path: Path) -> None:
             "keeps 2 to 3 experts.*--experts N.*constants",
         ),
         "other.json": (lambda path: path.write_text('{"0": [1, 2, 9]}'), "list for layer 0 is .*, and 3 of 8 experts"),
-        "noise.pt": (lambda path: path.write_bytes(b"noise"), "noise.pt holds no observations of REAP"),
+        "noise.pt": (lambda path: path.write_bytes(b"noise"), "noise.pt holds no scores of experts"),
         "scores.pt": (reap, "scores.pt scores all experts; say how many"),
+        "number.pt": (lambda path: torch.save({"logical_count": 3}, path), "number.pt is no dump of SGLang's recorder"),
+        "far.pt": (
+            lambda path: torch.save({"records": [], "last_physical_to_logical_map": torch.tensor([[2**40]])}, path),
+            "far.pt is no dump of SGLang's recorder .*expert 1099511627776",
+        ),
+        "noise.gguf": (lambda path: path.write_bytes(b"noise"), "noise.gguf cannot be read as GGUF"),
     }
     for name, (write, message) in bad.items():
         write(tmp_path / name)
         refused(run("plan", model, "-o", tmp_path / "plan.json", "--from", tmp_path / name), message)
         assert not (tmp_path / "plan.json").exists()
+
+
+def test_of_several_files_the_experts_stay_that_rank_high_in_any(run: Run, tmp_path: Path) -> None:
+    model = small.save(tmp_path / "model", "qwen3_moe")
+    lists = {"code.json": {"0": [5, 1, 2], "1": [0, 1, 2]}, "chats.json": {"0": [7, 5, 1], "1": [4, 5, 2]}}
+    named = []
+    for name, content in lists.items():
+        (tmp_path / name).write_text(json.dumps(content))
+        named += ["--from", tmp_path / name]
+    refused(run("plan", model, "-o", tmp_path / "plan.json", *named), "these lists together keep 4 to 5 experts")
+    succeeded(run("plan", model, "-o", tmp_path / "plan.json", *named, "--experts", 4))
+    plan = Plan.load(tmp_path / "plan.json").expert_plan
+    kept = {layer.layer: [group.members[0] for group in layer.groups] for layer in plan.layers}
+    assert kept == {0: [1, 2, 5, 7], 1: [0, 1, 4, 5]}
