@@ -21,9 +21,9 @@ class Correct(NamedOptions):
     """Refit kept experts: none, ridge, tune or auto. ridge solves for the down projections in
     closed form. tune then trains router, gate, up and down projections by gradient steps. auto is
     the strategy's own method."""
-    steps: int = Field(256, ge=1, le=10**5)
+    steps: int = Field(384, ge=1, le=10**5)
     """Optimizer steps of tune for each layer."""
-    tokens: int = Field(1024, ge=1, le=10**6)
+    tokens: int = Field(512, ge=1, le=10**6)
     """Tokens of each optimizer step."""
     toward: float | None = Field(None, ge=0, le=1)
     """Share of the way from the base's output on the smaller model's hidden states to the base's
