@@ -41,7 +41,7 @@ WANTED = {
 }
 # which pydantic adds to the place of a value
 KINDS = ("int", "str", "float")
-INNER = ("function-", "tuple", "constrained")
+INNER = ("function-", "tuple", "constrained", "literal[")
 
 Record = TypeVar("Record")
 Json = Mapping[str, Any]  # an object

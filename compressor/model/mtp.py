@@ -25,7 +25,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ from compressor.model.verification import verify_plain, verify_quantized
 
 logger = logging.getLogger(__name__)
 
+HEAD_FIELDS = "mtp_per_layer_config"  # of a config, since transformers 5.23
 HEADS = "heads"  # the key of known heads in an opened model's `found`
 SCALED = "quantization_config"
 # the number of dense layers before MoE layers
@@ -209,11 +210,14 @@ def fitting_heads(model: OpenModel, experts: int, cut: bool = False) -> tuple[He
     """Return the heads with this number of experts, or more if a plan will `cut` them; no head if
     one does not fit.
 
-    Stock configs and servers have one number of experts for the trunk and its heads.
+    Servers have one number of experts for the trunk and its heads, and so have stock configs but
+    for `HEAD_FIELDS`: heads that it describes fit unless they are to be cut.
     """
     heads = known_heads(model)
-    for head in heads:
+    for number, head in enumerate(heads):
         stored = head.layer.experts
+        if stored == declared_experts(model, number) and not cut:
+            continue
         if stored < experts or (stored > experts and not cut):
             hint = ""
             if stored > experts:
@@ -228,6 +232,16 @@ def fitting_heads(model: OpenModel, experts: int, cut: bool = False) -> tuple[He
             )
             return ()
     return heads
+
+
+def declared_experts(model: OpenModel, number: int) -> int | None:
+    """Return how many experts the config says that a head has, unless as many as the trunk."""
+    *parents, field = model.architecture.count_field.split(".")
+    node = reduce(getattr, parents, model.config)
+    of_heads = getattr(node, HEAD_FIELDS, None) or {}
+    own = of_heads.get(number) or of_heads.get(str(number)) or {}
+    experts: int | None = own.get(field)
+    return experts
 
 
 def kept_heads(model: OpenModel, modules: Iterable[str]) -> tuple[Head, ...]:
@@ -251,10 +265,10 @@ def written_heads(folder: Path) -> tuple[str, ...]:
     Raises `CompressionError` where they are not understood, or have another number of experts than
     the trunk."""
     model = open_model(locate(str(folder)))
-    experts = model.architecture.experts
     names = list[str]()
-    for head in find_heads(model):
+    for number, head in enumerate(find_heads(model)):
         stored = head.layer.experts
+        experts = declared_experts(model, number) or model.architecture.experts
         if stored != experts:
             raise CompressionError(
                 f"{head.names.decoder_layer} has {stored} experts and the other layers {experts}, "

@@ -231,6 +231,7 @@ class ExpertPlan:
     top_k: int | None = None
     # what is done with multi-token-prediction heads that are understood
     mtp: Literal["keep", "drop"] | None = None
+    head_experts: int | None = None  # of these heads in the output, if others than of the layers
     format: Literal["mone"] | None = None  # constants stand for experts that are dropped
     budget: str | None = None  # of constants: even or uneven over layers
     experts_total: int | None = None  # that stay beside constants, over all layers
@@ -261,7 +262,7 @@ class ExpertPlan:
                     f"{layer.module} has constants, but the plan is not of that format; restore "
                     "'format'"
                 )
-            if len(layer.groups) != self.experts:
+            if len(layer.groups) not in (self.experts, self.head_experts):
                 what = (
                     f"{len(layer.groups)} groups, but the plan keeps {self.experts} experts in "
                     "every layer"
@@ -312,9 +313,12 @@ class ExpertPlan:
         return any(group.aligned for layer in self.layers for group in layer.groups)
 
     @classmethod
-    def of(cls, layers: Sequence[LayerPlan]) -> Self:
-        """A plan of these layers, which keep equally many experts."""
-        return cls(len(layers[0].groups), tuple(layers))
+    def of(cls, layers: Sequence[LayerPlan], head_experts: int | None = None) -> Self:
+        """A plan of these layers, which keep equally many experts, except heads, which come
+        last."""
+        experts = len(layers[0].groups)
+        other = None if head_experts == experts else head_experts
+        return cls(experts, tuple(layers), head_experts=other)
 
     @classmethod
     def whole(cls, model: "OpenModel") -> Self:

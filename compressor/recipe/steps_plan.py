@@ -251,7 +251,9 @@ def decision_to_dict(decision: Decision) -> dict[str, Any]:
         names += ["format", "budget", "experts_total", "figures"]
     if decision.protected:
         names.append("protected")
-    content = {name: getattr(decision, name) for name in (*names, "split", "top_k", "mtp")}
+    content = {
+        name: getattr(decision, name) for name in (*names, "split", "top_k", "mtp", "head_experts")
+    }
     given = {name: plain_json(value) for name, value in content.items() if value is not None}
     return {**given, "layers": [layer_to_dict(layer) for layer in decision.layers]}
 

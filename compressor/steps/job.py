@@ -170,6 +170,14 @@ def check_plan(plan: ExpertPlan, model: OpenModel) -> tuple[Head, ...]:
     heads that it keeps."""
     heads = kept_heads(model, [layer.module for layer in plan.layers])
     check_layers(plan, (*model.architecture.layers, *(head.named for head in heads)))
+    modules = {head.named.name for head in heads}
+    for layer in plan.layers if plan.head_experts is not None else ():
+        experts = plan.head_experts if layer.module in modules else plan.experts
+        if len(layer.groups) != experts:
+            raise CompressionError(
+                f"{layer.module} keeps {len(layer.groups)} experts, but the plan {experts} there; "
+                "make them equal"
+            )
     return heads
 
 
@@ -236,14 +244,14 @@ def _cut_head(
     What goes through the head's model does so in the checkpoint's own dtype.
     """
     layer = next(entry for entry in plan.layers if entry.module == head.named.name)
-    alone = replace(plan, layers=(replace(layer, module=head.layer.name),), protected={})
+    alone = ExpertPlan.of([replace(layer, module=head.layer.name)])
     small = head.model
     name_of = head.stored_name
     conversion = None
     if through_model(small.layout, plan, files is not None):
         computing = stored_dtype(model), torch.device("cpu")
         partial = PartialModel(small.checkpoint, small.config, *computing)
-        conversion = conversion_of(small, partial, plan.experts)
+        conversion = conversion_of(small, partial, alone.experts)
     inner = head.layer.decoder_layer
     tensors, produce = cut_outputs(small, alone, files, conversion, [inner])
     stored = head.names.decoder_layer
@@ -261,7 +269,9 @@ def _cut_head(
     return outputs, renamed, renames
 
 
-def _verify(model: OpenModel, experts: int, names: list[str], folder: Path) -> None:
+def _verify(
+    model: OpenModel, experts: int, head_experts: int, names: list[str], folder: Path
+) -> None:
     """Check a written folder against the stock model of its config, and the heads whose tensors
     have these `names`."""
     config = load_config(folder)
@@ -279,7 +289,7 @@ def _verify(model: OpenModel, experts: int, names: list[str], folder: Path) -> N
     check_carried(folder, model.source.folder)
     heads = find_heads(open_model(locate(str(folder)))) if names else ()
     missing = set(names) - {name for head in heads for name in head.names.stored}
-    if missing or any(head.layer.experts != experts for head in heads):
+    if missing or any(head.layer.experts != head_experts for head in heads):
         raise CompressionError(
             "the written multi-token-prediction heads lack "
             f"{', '.join(sorted(missing)) or 'the planned experts'}; please report this model"
@@ -354,7 +364,7 @@ def make_job(
         decoder_layers=tuple(produced_by),
         produce=produced,
         files=files_beside,
-        verify=bind(_verify, model, plan.experts, of_heads),
+        verify=bind(_verify, model, plan.experts, plan.head_experts or plan.experts, of_heads),
         zeroed=tuple(zeroed),
         left_out=left_out_of(model, heads),
         heads=heads,
@@ -372,9 +382,9 @@ def untouched(model: OpenModel) -> ExpertPlan:
     whole = ExpertPlan.whole(model)
     if model.is_split:
         return whole
-    experts = range(whole.experts)
-    heads = (LayerPlan.keep(head.named, experts) for head in fitting_heads(model, whole.experts))
-    return replace(whole, layers=(*whole.layers, *heads))
+    heads = fitting_heads(model, whole.experts)
+    kept = [LayerPlan.keep(head.named, range(head.layer.experts)) for head in heads]
+    return ExpertPlan.of([*whole.layers, *kept], heads[0].layer.experts if heads else None)
 
 
 def copy_job(model: OpenModel) -> OutputJob:

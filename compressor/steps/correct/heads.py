@@ -1,6 +1,7 @@
 """Multi-token-prediction heads in a plan: each is a layer of its own, planned and corrected on its
 actual input."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from compressor.checkpoint.source import locate
 from compressor.data.batches import Calibration
 from compressor.distributed import ranks
 from compressor.errors import CompressionError
+from compressor.model.moe_layer import check_count
 from compressor.model.mtp import (
     Head,
     acceptances,
@@ -26,40 +28,67 @@ from compressor.progress import Progress
 from compressor.recipe.plan import ExpertPlan
 from compressor.statistics.statistics import LayerStatistics, collect
 
+logger = logging.getLogger(__name__)
+
 # by experts module: shares before and after, positions, heldout
 Accepted = Mapping[str, Mapping[str, Any]]
 ACCEPTANCE = "acceptance"  # of a head, among the figures of its layer
 
 
-def chosen_heads(model: OpenModel, choice: str | None, experts: int) -> tuple[Head, ...]:
-    """Return the heads that are kept: all where they are understood, unless they are to be dropped.
+def chosen_heads(
+    model: OpenModel, choice: str | int | None, experts: int
+) -> tuple[tuple[Head, ...], int]:
+    """Return the heads that are kept, and with how many experts: all where they are understood,
+    unless they are to be dropped, with as many `experts` as the other layers, unless `choice` says
+    whole or a number.
 
-    They are planned with as many `experts` as the other layers. Raises `CompressionError` where
-    `choice` is to keep heads that the checkpoint lacks, or that are not understood."""
-    if choice == "keep" and model.whole is not None:
+    Raises `CompressionError` where it is to keep heads that the checkpoint lacks, that are not
+    understood, or that have too few experts."""
+    if choice not in (None, "drop") and model.whole is not None:
         raise CompressionError(
-            "--mtp keep: a head cannot be split, or be routed to fewer experts; leave out --mtp"
+            f"--mtp {choice}: a head cannot be split, or be routed to fewer experts; leave out "
+            "--mtp"
         )
     if choice == "drop" or model.whole is not None:
-        return ()
+        return (), experts
     if choice is None:
-        return fitting_heads(model, experts, cut=True)
+        return fitting_heads(model, experts, cut=True), experts
     try:
         heads = find_heads(model)
     except CompressionError as error:
-        raise CompressionError(f"--mtp keep: {error}; leave it out, or pass --mtp drop") from error
+        raise CompressionError(
+            f"--mtp {choice}: {error}; leave it out, or pass --mtp drop"
+        ) from error
     if not heads:
         raise CompressionError(
-            "--mtp keep: the checkpoint has no multi-token-prediction head; leave it out"
+            f"--mtp {choice}: the checkpoint has no multi-token-prediction head; leave it out"
         )
-    small = next((head for head in heads if head.layer.experts < experts), None)
-    if small is not None:
+    small = min(heads, key=lambda head: head.layer.experts)
+    stored = small.layer.experts
+    wanted = choice if isinstance(choice, int) else experts
+    if choice == "whole":
+        wanted = max(head.layer.experts for head in heads)
+    if stored < wanted:
+        others = "heads" if choice == "whole" else "layers"
+        remedy = f"pass --experts {stored} or fewer"
+        if wanted != experts:
+            remedy = f"pass --mtp {stored}"
         raise CompressionError(
-            f"--mtp keep: {small.names.decoder_layer} has {small.layer.experts} experts, fewer "
-            f"than the {experts} of "
-            f"the other layers; pass --experts {small.layer.experts} or fewer, or --mtp drop"
+            f"--mtp {choice}: {small.names.decoder_layer} has {stored} experts, fewer than "
+            f"the {wanted} of the other {others}; {remedy}, or --mtp drop"
         )
-    return heads
+    for head in heads:
+        if wanted < head.layer.experts:
+            check_count(head.layer, wanted, head.names.decoder_layer)
+    if wanted != experts:
+        logger.warning(
+            "multi-token-prediction heads have %d experts and the other layers %d, as "
+            "mtp_per_layer_config of the config says; transformers 5.24, vLLM and SGLang build "
+            "both with one number, so draft with a tool that reads the heads' own",
+            wanted,
+            experts,
+        )
+    return heads, wanted
 
 
 def acceptance_of(

@@ -184,11 +184,13 @@ class LayerWork:
     seed: int = 0
     measure: bool = False
     constants: Mapping[str, Substitutes] | None = None  # by experts module
+    head_experts: int | None = None  # kept in heads; None: as many as in other layers
 
     def of_head(self, head: Head) -> "LayerWork":
         """Return the same work on a head's own model, with the layer named as plans name it."""
         return replace(
             self,
+            experts=self.head_experts or self.experts,
             decide=lambda stats: self.decide(replace(stats, layer=head.named)),
             # a head has no hidden states of the base
             correction=self.correction.model_copy(update={"toward": 0.0}),
@@ -527,6 +529,7 @@ def correct(
             lambda stats: by_module[stats.layer.name],
             correction=correction,
             seed=seed,
+            head_experts=plan.head_experts,
         )
         texts = () if heads else calibration.heldout_batches
         with comparing(model, files, texts) as probe:

@@ -88,9 +88,9 @@ class Prune(StepOptions):
     """Plan each layer on what the compressed earlier layers output."""
     top_k: int | None = Field(None, ge=1)
     """num_experts_per_tok of the output, at most as many as now (default: as many)."""
-    mtp: Literal["keep", "drop"] | None = None
-    """Multi-token-prediction heads: keep (with as many experts as the other layers) or drop
-    (default: keep where the layout is known)."""
+    mtp: Literal["keep", "with", "whole", "drop"] | Annotated[int, Field(ge=1)] | None = None
+    """Multi-token-prediction heads: keep or with (with as many experts as the other layers), whole
+    (with all of theirs), so many experts, or drop (default: keep where the layout is known)."""
     balance: Literal["sum", "worst"] | None = None
     """How experts are kept for several sources of text: by the sum of their scores (the default),
     or worst: the source that keeps the least share of its score gets its best expert, until the

@@ -187,6 +187,7 @@ class PruneSpec:
     strategy: Strategy
     experts: int  # to keep in each layer
     heads: tuple[Head, ...] = ()  # multi-token-prediction heads that are planned along
+    head_experts: int = 0  # to keep in each of them
 
 
 @frozen
@@ -307,7 +308,14 @@ class Planner:
             return replace(plan, upstream=COMPRESSED)
 
         needs = spec.strategy.needs | self._modalities
-        work = LayerWork(spec.experts, decide, needs, correction or UNCORRECTED, self.seed)
+        work = LayerWork(
+            spec.experts,
+            decide,
+            needs,
+            correction or UNCORRECTED,
+            self.seed,
+            head_experts=spec.head_experts,
+        )
         run = (self.model, work, self.calibration, self.progress, files)
         compared: AbstractContextManager[HeldoutProbe | None] = nullcontext()
         if files is not None and correction is not None and not spec.heads:
@@ -349,7 +357,10 @@ class Planner:
             if not spec.heads and names_of(model):
                 mtp = "drop"
         return replace(
-            ExpertPlan.of(ordered), protected=listed(protected), top_k=model.top_k, mtp=mtp
+            ExpertPlan.of(ordered, spec.head_experts if spec.heads else None),
+            protected=listed(protected),
+            top_k=model.top_k,
+            mtp=mtp,
         )
 
 
@@ -364,7 +375,9 @@ def _layer_plan(
     if spec.strategy.needs & ATTRIBUTED:  # no router comes after a multi-token-prediction head's
         none = torch.zeros(stats.layer.experts, dtype=torch.float64)
         stats = stats.adding(rank_change=rank_changes.get(stats.layer.name, none))
-    plan = spec.strategy.plan_layer(stats, spec.experts, guarded)
+    is_head = any(head.named.name == stats.layer.name for head in spec.heads)
+    keep = spec.head_experts if is_head else spec.experts
+    plan = spec.strategy.plan_layer(stats, keep, guarded)
     if MODALITIES in stats.values:
         # of text and of media: the share of the choices of kept experts, and the number of experts
         # that no token chose
@@ -396,7 +409,7 @@ def spec_of(prune: Prune, model: OpenModel, parts: int = 1) -> PruneSpec:
         strategy.check([*(layer.index for layer in layers), *heads], strategy.options)
     experts = prune.count(layers, parts)
     given_protected(prune.protect, layers, experts)
-    return PruneSpec(strategy, experts, chosen_heads(model, prune.mtp, experts))
+    return PruneSpec(strategy, experts, *chosen_heads(model, prune.mtp, experts))
 
 
 def protected_experts(protect: Any, keep: int, planner: Planner) -> Protected:

@@ -74,7 +74,7 @@ def test_what_is_not_understood_is_left_out_and_told(tmp_path: Path, caplog: pyt
         with pytest.raises(CompressionError, match=why):
             find_heads(model)
         caplog.clear()
-        assert chosen_heads(model, None, 8) == ()
+        assert chosen_heads(model, None, 8) == ((), 8)
         assert "a multi-token-prediction head is left out" in caplog.text
         with pytest.raises(CompressionError, match=r"--mtp keep: .*; leave it out, or pass --mtp drop"):
             chosen_heads(model, "keep", 8)

@@ -23,6 +23,7 @@ from compressor.model.tokenizer import load_tokenizer
 from compressor.recipe.steps_plan import Plan
 from compressor.run_record import read_record
 from tests.support import mtp_checkpoints, small
+from tests.support.command_line import Run, succeeded
 from tests.support.mtp_checkpoints import Made
 from tests.support.mtp_forward import run_all
 from tests.support.plans import edited, plan_of, pruned
@@ -99,6 +100,42 @@ def test_a_plan_is_carried_out_bit_for_bit_and_acceptance_is_that_of_plain_torch
         assert (figure[when], figure["positions"]) == (round(float(agreed.float().mean()), 6), agreed.numel())
 
 
+@pytest.mark.parametrize(("mtp", "experts"), [("whole", 8), (6, 6), ("with", 4)])
+def test_a_head_keeps_as_many_experts_as_are_asked_for(
+    made: Made, tmp_path: Path, mtp: str | int, experts: int, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where the record finds the text
+    text = small.text_file(tmp_path)
+    asked = ("--strategy", "reap", "--correct", "ridge", "--experts", 4, "--mtp", mtp, "--calibration", text)
+    sizes = ("--samples", 8, "--sequence-length", 24)
+    result = succeeded(run("compress", made.folder, "-o", tmp_path / "out", *asked, *sizes))
+    assert ("mtp_per_layer_config" in result.err) == (experts != 4)
+    config = read(tmp_path / "out", "config.json")
+    count = "num_experts" if "num_experts" in config else "n_routed_experts"
+    assert config[count] == 4 and config.get("mtp_per_layer_config", {"0": {count: 4}}) == {"0": {count: experts}}
+    before, found = made.tensors, tensors_of(tmp_path / "out")
+    rows = [name for name in found if name.startswith(made.blocks[0]) and name.endswith("mlp.gate.weight")]
+    assert [len(found[name]) for name in rows] == [experts]
+    if mtp == "whole":
+        assert all(torch.equal(found[name], before[name]) for name in made.owned(before))
+    assert (made.owned(found) == made.owned(before)) == (mtp == "whole")
+    verify_folder(tmp_path / "out")
+    # later steps keep the head as the config describes it
+    succeeded(run("compress", tmp_path / "out", "-o", tmp_path / "fp8", "--quantize", "fp8"))
+    assert made.owned(tensors_of(tmp_path / "fp8")) >= made.owned(found)
+    again = read(tmp_path / "fp8", "config.json")
+    assert again.get("mtp_per_layer_config") == config.get("mtp_per_layer_config")
+    acceptance = read_record(tmp_path / "out").acceptance  # type: ignore[union-attr]
+    (figure,) = acceptance.values()
+    smaller = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    own = replace(made, folder=tmp_path / "out", model=smaller)
+    planned = Plan.from_dict(read(tmp_path / "out", "compression.json")["plan"])
+    data = repeat_text(planned.calibration or {}, load_tokenizer(made.folder), small.VOCABULARY).fit
+    tokens = torch.cat([data.batches[number] for number in sorted(data.heldout)])
+    trunk, (seen,) = run_all(own, own.model, own.tensors, tokens)
+    assert figure["after"] == round(float((trunk[:, 1:] == seen.choices).float().mean()), 6)
+
+
 def test_dropped_heads_are_left_out_as_ever(made: Made, tmp_path: Path) -> None:
     asked: dict[str, Any] = {"strategy": "model-centric", "experts": 4}
     kept = compressor.compress(str(made.folder), tmp_path / "kept", **asked)
@@ -130,7 +167,7 @@ def test_the_plan_of_a_head_fits_a_model_that_has_it(tmp_path: Path) -> None:
         compressor.apply(wrong, tmp_path / "wrong")
     with pytest.raises(CompressionError, match="--mtp keep: the checkpoint has no multi-token-prediction head"):
         plan_of(without, strategy="model-centric", experts=4, mtp="keep")
-    with pytest.raises(CompressionError, match="mtp should be 'keep' or 'drop', it is 'half'"):
+    with pytest.raises(CompressionError, match="mtp should be 'keep', 'with', 'whole' or 'drop', it is 'half'"):
         plan_of(without, strategy="model-centric", experts=4, mtp="half")
 
 
@@ -209,9 +246,9 @@ def test_a_head_with_fewer_experts_than_are_kept_is_left_out(
     assert head.layer.experts == 4
 
 
-def test_a_number_for_the_head_is_refused(made: Made) -> None:
-    with pytest.raises(CompressionError, match="mtp should be 'keep' or 'drop', it is '6'"):
-        plan_of(made.folder, strategy="model-centric", experts=4, mtp="6")
+def test_more_experts_than_a_head_has_are_refused(made: Made) -> None:
+    with pytest.raises(CompressionError, match=r"--mtp 9: .* has 8 experts, fewer than the 9 .* pass --mtp 8"):
+        plan_of(made.folder, strategy="model-centric", experts=4, mtp="9")
 
 
 @pytest.mark.full
