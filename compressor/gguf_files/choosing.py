@@ -269,7 +269,7 @@ def fit_plan(plan: Plan, blocks: Blocks) -> Plan:
         raise CompressionError(
             f"the plan speaks of layer {number}, which has no experts in {file}; {MATCH}"
         )
-    if expert_plan.budget is not None:
+    if expert_plan.budget is not None or expert_plan.head_experts is not None:
         raise CompressionError(
             "layers of the plan keep different numbers of experts, and a GGUF file has one for all"
         )

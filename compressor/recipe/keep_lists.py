@@ -73,18 +73,13 @@ def options_of_list(paths: Sequence[Path], flags: Json) -> Json:
 
 def _united(orders: Sequence[Order]) -> Order:
     """Return the first experts of all lists, then their second ones, and so on."""
-    layers = dict.fromkeys(chain.from_iterable(orders))
-    return {
-        layer: list(
-            dict.fromkeys(
-                expert
-                for rank in zip_longest(*(order.get(layer, ()) for order in orders))
-                for expert in rank
-                if expert is not None
-            )
-        )
-        for layer in layers
-    }
+    united = Order()
+    for layer in dict.fromkeys(chain.from_iterable(orders)):
+        ranks = zip_longest(*(order.get(layer, ()) for order in orders))
+        experts = dict.fromkeys(chain.from_iterable(ranks))
+        experts.pop(None, None)
+        united[layer] = list(experts)
+    return united
 
 
 def _lists(path: Path) -> Order:
