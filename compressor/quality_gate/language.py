@@ -13,7 +13,6 @@ from typing import Any
 from compressor.answers.prompts import Prompt
 from compressor.errors import CompressionError
 from compressor.frozen import frozen
-from compressor.model.tokenizer import joined_text
 
 LETTERS = 15  # that a text has at least, for which ideographs and syllables count as `WIDE`
 WIDE = 3
@@ -100,11 +99,12 @@ def wanted_by(prompt: Prompt) -> Wanted | None:
         code = _names("en").get(prompt.language.lower(), prompt.language.lower())
         if code in _identifier().labels:
             return Wanted(frozenset({code}), None)
-    asked = []
+    asked = [""]
     for message in prompt.chat:
         content = message.get("content") or ""
-        if message.get("role") != "assistant":
-            asked.append(content if isinstance(content, str) else joined_text(content))
+        parts = [{"text": content}] if isinstance(content, str) else content
+        if message.get("role") in ("system", "developer", "user"):
+            asked.append("\n".join(part.get("text", "") for part in parts))  # pictures have none
     prose = _prose(asked[-1])
     script = script_of(prose)
     if script is None:
@@ -113,7 +113,8 @@ def wanted_by(prompt: Prompt) -> Wanted | None:
     least = POSSIBLE * max(shares.values())
     possible = {code for code, share in shares.items() if share >= least}
     everything = " ".join(asked).lower()
-    named = {code for name, code in _names("en").items() if re.search(rf"\b{name}\b", everything)}
+    words = set(re.findall(r"\w+", everything))
+    named = {code for name, code in _names("en").items() if name in words}
     for language in possible - {"en"}:
         for name, code in _names(language).items():
             if (name[:-STEM] if len(name) > 2 * STEM else name) in everything:

@@ -57,7 +57,9 @@ def test_a_language_that_is_named_may_be_answered_in() -> None:
         assert wanted is not None and not is_in_another(GERMAN[0], wanted)
         assert is_in_another(ASKED["el"], wanted)
     system = {"role": "system", "content": "Always answer in German."}
-    wanted = wanted_by(Prompt.of([system, {"role": "user", "content": [{"type": "text", "text": ENGLISH[1]}]}]))
+    wanted = wanted_by(
+        Prompt.of([system, {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": ENGLISH[1]}]}])
+    )
     assert wanted is not None and not is_in_another(GERMAN[0], wanted)
 
 
