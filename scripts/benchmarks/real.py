@@ -213,13 +213,13 @@ def measure(given: Any, folder: Path) -> dict[str, Any]:
         files = [folder / f"{name}.{part}.json" for part in ("made", "behaviour", "decoding")]
         if name not in asked and not files[1].exists():
             continue
-        content = once(files[0], lambda name=name: bench.compress(name))
+        content = once(files[0], lambda name=name: {**bench.compress(name), "forward": forward["cpu"]})
         content |= once(files[1], lambda name=name: bench.behaviour(name))
         if row.decodes:
             content["decoding"] = once(files[2], lambda name=name: bench.decoding(name))
         place = {"share": row.share, "method": row.method, "scheme": row.scheme}
         rows.append({"name": name, "title": row.title.format(**vars(given)), **place, **content})
-        print(frame.row(*cells(rows[-1], forward)), flush=True)
+        print(frame.row(*cells(rows[-1])), flush=True)
     base = dict[str, Any]()
     for content in rows:
         base |= content.pop("base")
@@ -253,24 +253,24 @@ def stock_forward(model: str, text: str, samples: int, length: int) -> dict[str,
     return {"tokens": tokens, "seconds": seconds, "cpu": cpu}
 
 
-def cells(row: Mapping[str, Any], forward: Mapping[str, float]) -> list[str]:
+def cells(row: Mapping[str, Any]) -> list[str]:
     """Return a row's figures in the order of `COLUMNS`, with intervals of 95%."""
     loss, kl, flips = ((mean, 1.96 * error) for mean, error in (row["loss"], row["kl"], row["flips"]))
     shares = [f"{row[name]:.1%}" if name in row else "" for name in ("loops", "missed ends")]
     same = f"{1 - flips[0]:.1%} ± {flips[1]:.1%}"
     read = [f"{loss[0]:+.3f} ± {loss[1]:.3f}", f"{kl[0]:.3f} ± {kl[1]:.3f}", same]
-    took = [f"{row['cpu'] / forward['cpu']:.1f}", f"{row['seconds']:.0f}", f"{row['memory'] / 1e9:.2f}"]
+    took = [f"{row['cpu'] / row['forward']:.1f}", f"{row['seconds']:.0f}", f"{row['memory'] / 1e9:.2f}"]
     return [row["title"], f"{row['bytes'] / 1e6:.1f}", *read, *shares, *took]
 
 
 def rows_table(experiment: Mapping[str, Any], names: Sequence[str], left_out: Sequence[str] = ()) -> str:
     """Return a row for the base and for each of these models that was measured, the largest first."""
-    base, forward = experiment["base"], experiment["forward"]
+    base = experiment["base"]
     shares = [f"{base[name]:.1%}" if name in base else "" for name in ("loops", "missed ends")]
     lines = [["base", f"{base['bytes'] / 1e6:.1f}", f"{base['loss']:.3f}", "", "", *shares, "", "", ""]]
     rows = [row for row in experiment["rows"] if row["name"] in names]
     for row in sorted(rows, key=lambda row: -row["bytes"]):
-        lines.append(cells(row, forward))
+        lines.append(cells(row))
     columns = [column for column in COLUMNS if column not in left_out]
     places = [COLUMNS.index(column) for column in columns]
     return frame.table(columns, [[line[place] for place in places] for line in lines])
@@ -329,9 +329,10 @@ def sections(name: str, experiment: Mapping[str, Any]) -> dict[str, str]:
     commands = [frame.wrapped(row["command"]) for row in rows]
     block = "\n".join([*commands, frame.wrapped(rows[0]["evaluation"])])
     chats = max(row.get("chats", 0) for row in rows)
+    passes = sorted({round(row["forward"]) for row in rows})
     measured = (
         f"Measured on {experiment['date']}. A stock pass is one of {forward['tokens']:,} tokens of the calibration"
-        f" text, {forward['cpu']:.0f} seconds of the processor."
+        f" text, {' to '.join(map(str, sorted({passes[0], passes[-1]})))} seconds of the processor."
     )
     if any(row["method"] == "random" for row in rows):
         measured += " The recipes random-75 and random-50 list experts drawn at random."
