@@ -136,6 +136,39 @@ def test_a_head_keeps_as_many_experts_as_are_asked_for(
     assert figure["after"] == round(float((trunk[:, 1:] == seen.choices).float().mean()), 6)
 
 
+def fused(tensors: Tensors, prefix: str) -> Tensors:
+    """The tensors with the experts of a decoder layer put together."""
+    name = f"{prefix}mlp.experts"
+    fused = {key: value for key, value in tensors.items() if not key.startswith(f"{name}.")}
+    count = len({key for key in tensors if key.startswith(f"{name}.") and "down_proj" in key})
+    parts = {part: [tensors[f"{name}.{expert}.{part}_proj.weight"] for expert in range(count)]
+             for part in ("gate", "up", "down")}  # fmt: skip
+    pairs = [torch.cat(pair) for pair in zip(parts["gate"], parts["up"], strict=True)]
+    return fused | {f"{name}.gate_up_proj": torch.stack(pairs), f"{name}.down_proj": torch.stack(parts["down"])}
+
+
+@pytest.mark.parametrize("mtp", ["with", "whole"])
+@pytest.mark.parametrize("of_head", [True, False])
+def test_a_head_may_store_its_experts_otherwise_than_the_trunk(
+    made: Made, tmp_path: Path, mtp: str, of_head: bool
+) -> None:
+    def changed(tensors: Tensors) -> Tensors:
+        names = {name.partition("mlp.experts.")[0] for name in tensors if "mlp.experts." in name}
+        for prefix in names:
+            if (prefix in made.blocks) == of_head:
+                tensors = fused(tensors, prefix)
+        return tensors
+
+    shutil.copytree(made.folder, tmp_path / "in")
+    save_file(changed(made.tensors), tmp_path / "in" / "model.safetensors", {"format": "pt"})
+    asked: dict[str, Any] = {"strategy": "aimer", "experts": 4, "correct": "none", "mtp": mtp}
+    compressor.compress(str(made.folder), tmp_path / "usual", **asked)
+    compressor.compress(str(tmp_path / "in"), tmp_path / "out", **asked)
+    expected, found = changed(tensors_of(tmp_path / "usual")), tensors_of(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_dropped_heads_are_left_out_as_ever(made: Made, tmp_path: Path) -> None:
     asked: dict[str, Any] = {"strategy": "model-centric", "experts": 4}
     kept = compressor.compress(str(made.folder), tmp_path / "kept", **asked)
