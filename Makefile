@@ -15,7 +15,7 @@ demo: $(VENV)/usable
 	@echo "To type moe-compress alone: source $(VENV)/bin/activate"
 
 real: $(VENV)/installed
-	$(VENV)/bin/python -m scripts.make_real_model real
+	$(VENV)/bin/python -m scripts.make_real_model real --variants smollm2-moe
 	$(RESULTS) measure real/smollm2-moe --name smollm2-moe --title SmolLM2-MoE --only real $(REAL) --samples 64 --length 512
 	$(RESULTS) write
 

