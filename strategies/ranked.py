@@ -298,6 +298,8 @@ class Listed:
 
         order: dict[str, str] = Field(default_factory=dict)
         """Experts of each decoder layer by its number, the best first."""
+        all: bool = False
+        """Each layer's list should have all of its experts, as that of scores has."""
 
     @staticmethod
     def check(layers: Sequence[int], options: Options) -> None:
@@ -323,6 +325,11 @@ class Listed:
         scores = torch.full((layer.experts,), -torch.inf)
         scores[known] = -torch.arange(len(known), dtype=scores.dtype)
         plan = keep_best(stats, scores, keep, protected, decided_by="list")
+        if options.all and len(order) != layer.experts:
+            raise CompressionError(
+                f"{layer.name} has {layer.experts} experts, and {len(order)} are scored; name a "
+                "file of this very model"
+            )
         unlisted = {group.members[0] for group in plan.groups} - {*known} - protected
         if unlisted or len(known) < len(order):
             raise CompressionError(

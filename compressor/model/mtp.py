@@ -231,6 +231,9 @@ def fitting_heads(model: OpenModel, experts: int, cut: bool = False) -> tuple[He
                 hint,
             )
             return ()
+    if not cut and len({head.layer.experts for head in heads}) > 1:
+        logger.warning("multi-token-prediction heads of unlike numbers of experts are left out")
+        return ()
     return heads
 
 

@@ -13,28 +13,40 @@ from typing import Any
 from compressor.answers.prompts import Prompt
 from compressor.errors import CompressionError
 from compressor.frozen import frozen
+from compressor.model.tokenizer import as_part
 
 LETTERS = 15  # that a text has at least, for which ideographs and syllables count as `WIDE`
 WIDE = 3
 MOST = 4_000  # letters that are looked at
 OPENING = 200  # letters of an answer in which a refusal stands
 POSSIBLE = 0.1  # of the likeliest language's probability makes another a question's, too
+CLEAR = 0.3  # least probability of the likeliest other language
+NOTHING = "zxx"  # the label of text without language
 UNLIKELY = 0.01  # probability of a question's languages below which an answer is in another
 STEM = 3  # letters at the end of a language's name that may differ, as in "на французском"
 CODE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`|https?://\S+|<[^<>\n]*>", re.DOTALL)
 JAPANESE = ("HIRAGANA", "KATAKANA")
+SENTENCE = re.compile(r"[.!?:\n。！？：]+")  # noqa: RUF001
 REFUSAL = re.compile(
-    r"""(?:^|[.!?:\n])\W*(?:
-    i\W?a?m\ (?:(?:really|so|very|truly)\ )?sorry\b | i\ apologi[sz]e\b | sorry,?\ (?:but\ )?i\b
-    | i\ (?:ca|wo)n\W?t\b | i\ (?:can|will|could)\ ?not\b | i\W?a?m\ (?:not\ able|unable)\ to\b
-    | i\ (?:must|have\ to)\ (?:decline|refuse)\b | as\ an?\ (?:ai|language\ model)\b
-    | es\ tut\ mir\ leid\b | ich\ (?:kann|darf|werde)\b[^.]{0,40}\bnicht\b
-    | je\ suis\ désolée?\b | je\ ne\ (?:peux|puis)\ pas\b | désolée?,\ (?:mais\ )?je\b
-    | lo\ siento\b | no\ puedo\b | mi\ dispiace\b | non\ posso\b | desculpe\b | não\ posso\b
-    | к\ сожалению,?\ я\b | я\ не\ могу\b )
+    r"""(?:^|[.!?:\n])\W*(?:(?:unfortunately|no|leider|malheureusement|lamento),?\ )?(?:
+    i\W?a?m\ (?:(?:really|so|very|truly)\ )?sorry\b(?!\ (?:to\ hear|for|about|that\ you))
+    | i\ apologi[sz]e\b | sorry,?\ (?:but\ )?i\b
+    | i\ (?:(?:ca|wo)n\W?t|(?:can|will|could)\ ?not)\b(?!\ (?:believe|recommend|wait|stress|spoil))
+    | i\W?a?m\ (?:not\ able|unable)\ to\b | i\ (?:must|have\ to)\ (?:decline|refuse)\b
+    | as\ an?\ (?:ai|language\ model)\b(?!\ \w+er\b)
+    | (?:es\ )?tut\ mir\ leid\b | ich\ (?:kann|darf|werde)\b[^.]{0,40}\bnicht\b
+    | je\ suis\ désolée?\b(?!\ d) | je\ ne\ (?:peux|puis)\ pas\b | désolée?,\ (?:mais\ )?je\b
+    | lo\ siento\b(?!\ es) | no\ puedo\b | mi\ dispiace\b | non\ posso\b | desculpe\b
+    | não\ posso\b | к\ сожалению,?\ я\b | я\ не\ могу\b )
     | 抱歉 | 对不起 | 我(?:无法|不能) | 申し訳 | お答えできません | 죄송""",
     re.IGNORECASE | re.VERBOSE,
 )
+# names that CLDR lacks, and codes of languages that py3langid calls otherwise
+NAMES = {
+    **{"英文": "en", "中文": "zh", "日文": "ja", "法文": "fr", "德文": "de", "韩文": "ko"},
+    **{"英訳": "en", "和訳": "ja", "farsi": "fa", "mandarin": "zh", "castilian": "es"},
+    **{"flemish": "nl", "nb": "no", "nn": "no", "bokmål": "no", "fil": "tl", "filipino": "tl"},
+}
 
 
 @frozen
@@ -59,11 +71,26 @@ def _names(language: str) -> dict[str, str]:
     from babel import Locale, UnknownLocaleError
 
     try:
-        known = Locale(language).languages
+        known = {str(key): str(name) for key, name in Locale(language).languages.items()}
     except UnknownLocaleError:
         return {}
-    codes = set(_identifier().labels)
-    return {known[code].lower(): code for code in codes & set(known)}
+    labels = set(_identifier().labels)
+    codes = {key: NAMES.get(key, key.partition("_")[0]) for key in known}
+    return {known[key].lower(): code for key, code in codes.items() if code in labels}
+
+
+def code_of(name: str) -> str | None:
+    """Return the language of a code (de, pt-BR, deu) or name (German, Deutsch), or None."""
+    from babel.core import get_global
+
+    word = name.strip().lower()
+    code = re.split(r"[-_]", word)[0]
+    code = NAMES.get(code, get_global("language_aliases").get(code, code))
+    labels = _identifier().labels
+    if code in labels:
+        return str(code)
+    own = (label for label in labels if _names(label).get(word) == label)
+    return _names("en").get(word) or next(own, None)
 
 
 def _prose(text: str) -> str:
@@ -95,31 +122,39 @@ def wanted_by(prompt: Prompt) -> Wanted | None:
     """Return the languages in which a prompt asks for an answer: the one of its row's `language`,
     or else what may be its own, and those it names in English or its own words. None if it is too
     short."""
-    if prompt.language is not None:
-        code = _names("en").get(prompt.language.lower(), prompt.language.lower())
-        if code in _identifier().labels:
-            return Wanted(frozenset({code}), None)
+    code = None if prompt.language is None else code_of(prompt.language)
+    if code is not None:
+        return Wanted(frozenset({code}), None)
     asked = [""]
     for message in prompt.chat:
         content = message.get("content") or ""
-        parts = [{"text": content}] if isinstance(content, str) else content
         if message.get("role") in ("system", "developer", "user"):
-            asked.append("\n".join(part.get("text", "") for part in parts))  # pictures have none
+            parts = map(as_part, [content] if isinstance(content, str) else content)
+            asked.append("\n".join(part.get("text") or "" for part in parts))  # pictures have none
     prose = _prose(asked[-1])
-    script = script_of(prose)
-    if script is None:
+    sentences = [part for part in SENTENCE.split(prose) if script_of(part)]
+    possible, scripts = set[str](), set[str | None]()
+    # a question may quote another language before or after it
+    for part in {prose, *sentences[:1], *sentences[-1:]}:
+        script = script_of(part)
+        if script is not None:
+            shares = probabilities(part)
+            least = POSSIBLE * max(shares.values())
+            possible |= {code for code, share in shares.items() if share >= least} - {NOTHING}
+            scripts.add(script)
+    if not possible:
         return None
-    shares = probabilities(prose)
-    least = POSSIBLE * max(shares.values())
-    possible = {code for code, share in shares.items() if share >= least}
     everything = " ".join(asked).lower()
     words = set(re.findall(r"\w+", everything))
     named = {code for name, code in _names("en").items() if name in words}
+    named |= {code for name, code in NAMES.items() if len(name) > 3 and name in words}
+    named |= {code for name, code in NAMES.items() if not name.isascii() and name in everything}
     for language in possible - {"en"}:
         for name, code in _names(language).items():
             if (name[:-STEM] if len(name) > 2 * STEM else name) in everything:
                 named.add(code)
-    return Wanted(frozenset(possible | named), None if named - possible else script)
+    alone = len(scripts) == 1 and named <= possible
+    return Wanted(frozenset(possible | named), scripts.pop() if alone else None)
 
 
 def unclear_language() -> CompressionError:
@@ -139,7 +174,9 @@ def is_in_another(text: str, wanted: Wanted) -> bool:
     if wanted.script is not None and script != wanted.script:
         return True
     shares = probabilities(prose)
-    return sum(shares[code] for code in wanted.languages) < UNLIKELY
+    likely = sum(shares.pop(code) for code in wanted.languages)
+    shares.pop(NOTHING, None)
+    return likely < UNLIKELY and max(shares.values()) >= CLEAR
 
 
 def refuses(text: str) -> bool:

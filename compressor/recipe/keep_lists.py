@@ -11,7 +11,7 @@ import re
 import reprlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import chain, zip_longest
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,28 +38,31 @@ def options_of_list(paths: Sequence[Path], flags: Json) -> Json:
     """Return the options, by path, by which `plan` keeps the experts of files; `flags` may say how
     many of them.
 
-    Of several files those experts stay that rank highest in any of them. Raises `CompressionError`
-    for a file that is no list, and for one that leaves the number open."""
-    orders = list[Order]()
-    scoring = None
+    Of several files those experts stay that are listed or rank highest in any of them. Raises
+    `CompressionError` for a file that is no list, and for one that leaves the number open."""
+    orders, scoring = list[Order](), list[Path]()
+    ranked = list[bool]()
     for path in paths:
         kind = entry_points.kind_of_file(str(path))
-        if path.suffix in SUFFIXES or kind:
-            scoring = path
+        is_ranking = path.suffix in SUFFIXES or kind is not None
+        if is_ranking:
+            scoring.append(path)
             scores = _tensors(path) if kind is None else _counts_of_file(path, kind)
             orders.append(_ranked(path, scores))
         else:
             orders.append(_lists(path))
-    order = orders[0] if len(orders) == 1 else _united(orders)
+        ranked.append(is_ranking)
+    order = orders[0] if len(orders) == 1 else _united(orders, ranked)
     options = {"prune.split": 1, "prune.correct": "none", "prune.strategy": "listed"}
     options["prune.options.order"] = {
         layer: " ".join(map(str, experts)) for layer, experts in order.items()
     }
+    options["prune.options.all"] = bool(scoring)
     if flags.keys() & {"prune.experts", "prune.ratio"}:
         return options
-    if scoring is not None:
+    if scoring:
         raise CompressionError(
-            f"{scoring} scores all experts; say how many to keep with --experts N"
+            f"{scoring[0]} scores all experts; say how many to keep with --experts N"
         )
     fewest, *others = sorted({len(experts) for experts in order.values()})
     if others:
@@ -71,14 +74,20 @@ def options_of_list(paths: Sequence[Path], flags: Json) -> Json:
     return {**options, "prune.experts": fewest}
 
 
-def _united(orders: Sequence[Order]) -> Order:
-    """Return the first experts of all lists, then their second ones, and so on."""
+def _united(orders: Sequence[Order], ranked: Sequence[bool]) -> Order:
+    """Return all experts by their best rank in an order, then by the sum of their ranks; those of a
+    mere list all come first."""
     united = Order()
     for layer in dict.fromkeys(chain.from_iterable(orders)):
-        ranks = zip_longest(*(order.get(layer, ()) for order in orders))
-        experts = dict.fromkeys(chain.from_iterable(ranks))
-        experts.pop(None, None)
-        united[layer] = list(experts)
+        ranks = list[dict[int, int]]()
+        for order, is_ranking in zip(orders, ranked, strict=True):
+            experts = order.get(layer, ())
+            ranks.append({expert: place * is_ranking for place, expert in enumerate(experts)})
+        best = dict[int, tuple[int, int]]()
+        for expert in dict.fromkeys(chain.from_iterable(ranks)):
+            places = [places.get(expert, MOST_EXPERTS) for places in ranks]
+            best[expert] = min(places), sum(places)
+        united[layer] = sorted(best, key=best.__getitem__)
     return united
 
 
@@ -165,31 +174,39 @@ def _tensors(path: Path) -> Mapping[Any, Any]:
 
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise CompressionError(f"{path} cannot be read ({error.strerror}); {HINT}") from error
     except Exception as error:  # pickles raise anything
         raise CompressionError(
             f"{path} holds no scores of experts, or more than tensors; {HINT}"
         ) from error
     if not isinstance(content, dict):
         return {}
+    recorded = "records" in content or "logical_count" in content
     try:
         if "records" in content:
             place = content["last_physical_to_logical_map"].long()
             most = int(place.max())
             if most >= MOST_EXPERTS:
                 raise IndexError(f"expert {most} is none")
-            counts = torch.zeros(len(place), most + 1, dtype=torch.long)
+            counts = torch.zeros(len(place), most + 1, dtype=torch.float64)
             for record in content["records"]:
-                counts.scatter_add_(1, place, record["global_physical_count"].long())
-        elif "logical_count" in content:
-            counts = content["logical_count"].long().sum(0)
+                counted = record["global_physical_count"].double()
+                if counted.shape != place.shape:
+                    raise IndexError("counts and map have other shapes")
+                counts.scatter_add_(1, place, counted)
+        elif recorded:
+            counts = content["logical_count"].to_dense().double().sum(0)
         else:
-            return {
-                layer: statistics.get(SALIENCY) if isinstance(statistics, dict) else None
-                for layer, statistics in content.items()
-            }
+            scores = {}
+            for layer, statistics in content.items():
+                score = statistics.get(SALIENCY) if isinstance(statistics, dict) else None
+                scores[layer] = score.double() if isinstance(score, torch.Tensor) else score
+            return scores
+        if not (counts.isfinite().all() and (counts >= 0).all()):
+            raise TypeError("counts should be finite and at least 0")
         # a layer without experts, and one that nothing was routed in, has no counts
         return {layer: count for layer, count in enumerate(counts) if count.any()}
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
-        raise CompressionError(
-            f"{path} is no dump of SGLang's recorder ({reason_of(error)}); {HINT}"
-        ) from error
+        what = "no dump of SGLang's recorder" if recorded else "no file of scores"
+        raise CompressionError(f"{path} is {what} ({reason_of(error)}); {HINT}") from error

@@ -268,6 +268,9 @@ def output_config(
                 entries[count] = plan.head_experts
         fields[".".join([*parents, HEAD_FIELDS])] = {str(number): own[number] for number in own}
     config, zeroed = config_with(raw, architecture, fields, heads)
+    for node in (config, *(value for value in config.values() if isinstance(value, dict))):
+        if not any((node.get(HEAD_FIELDS) or {}).values()):
+            node.pop(HEAD_FIELDS, None)
     renames = all_renames(architecture, layout, plan, head_renames)
     for node in (config, *(value for value in config.values() if isinstance(value, dict))):
         if "quantization_config" in node:

@@ -30,6 +30,7 @@ from compressor.statistics.statistics import LayerStatistics, collect
 
 logger = logging.getLogger(__name__)
 
+WARNED = "warned of heads"
 # by experts module: shares before and after, positions, heldout
 Accepted = Mapping[str, Mapping[str, Any]]
 ACCEPTANCE = "acceptance"  # of a head, among the figures of its layer
@@ -80,7 +81,8 @@ def chosen_heads(
     for head in heads:
         if wanted < head.layer.experts:
             check_count(head.layer, wanted, head.names.decoder_layer)
-    if wanted != experts:
+    if wanted != experts and WARNED not in model.cached:
+        model.cached[WARNED] = True
         logger.warning(
             "multi-token-prediction heads have %d experts and the other layers %d, as "
             "mtp_per_layer_config of the config says; transformers 5.24, vLLM and SGLang build "

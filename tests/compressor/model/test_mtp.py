@@ -78,7 +78,7 @@ def test_what_is_not_understood_is_left_out_and_told(tmp_path: Path, caplog: pyt
         assert "a multi-token-prediction head is left out" in caplog.text
         with pytest.raises(CompressionError, match=r"--mtp keep: .*; leave it out, or pass --mtp drop"):
             chosen_heads(model, "keep", 8)
-        assert chosen_heads(model, "drop", 8) == ()
+        assert chosen_heads(model, "drop", 8) == ((), 8)
 
 
 def test_text_too_short_for_a_head_is_refused(tmp_path: Path) -> None:

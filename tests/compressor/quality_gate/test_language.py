@@ -51,32 +51,37 @@ def test_a_language_that_is_named_may_be_answered_in() -> None:
     for question in (
         f"Translate into German: {ENGLISH[0]}",
         f"Переведи на немецкий: {ASKED['ru']}",
+        "翻译成德文。今天天气很好我们去公园散步吧",
+        f"Summarise this in one sentence: {GERMAN[2]}",
         f"Traduis ceci en allemand, s'il te plaît, et sois bref : {ENGLISH[0]}",
     ):
         wanted = wanted_by(Prompt.of(question))
         assert wanted is not None and not is_in_another(GERMAN[0], wanted)
         assert is_in_another(ASKED["el"], wanted)
     system = {"role": "system", "content": "Always answer in German."}
-    wanted = wanted_by(
-        Prompt.of([system, {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": ENGLISH[1]}]}])
-    )
+    wanted = wanted_by(Prompt.of([system, {"role": "user", "content": [{"type": "image"}, ENGLISH[1]]}]))
     assert wanted is not None and not is_in_another(GERMAN[0], wanted)
 
 
 def test_the_column_language_says_it_alone(tmp_path: Path) -> None:
-    rows = [{"prompt": ENGLISH[number], "language": name} for number, name in enumerate(("de", "German", "Rust"))]
+    names = ("de", "German", "Deutsch ", "de-DE", "deu", "Rust")
+    rows = [{"prompt": f"{ENGLISH[0]} {number}", "language": name} for number, name in enumerate(names)]
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     told = [wanted_by(prompt) for prompt in read_prompts([str(file)])]
-    assert [wanted is not None and is_in_another(ENGLISH[0], wanted) for wanted in told] == [True, True, False]
+    assert [wanted is not None and is_in_another(ENGLISH[0], wanted) for wanted in told] == [*[True] * 5, False]
 
 
 def test_nothing_is_said_of_what_is_short_or_code_and_another_script_is_another() -> None:
     wanted = wanted_by(Prompt.of(ASKED["ru"]))
     assert wanted is not None
-    for text in ("42", "Yes.", "```python\ndef largest(cities):\n    return max(cities, key=population)\n```"):
+    for text in ("42", "Да.", "```python\ndef largest(cities):\n    return max(cities, key=population)\n```"):
         assert not is_in_another(text, wanted)
     assert wanted_by(Prompt.of("2 + 2 = ?")) is None
+    english = wanted_by(Prompt.of(ASKED["en"]))
+    assert english is not None
+    for text in ("Leonardo da Vinci", "apple, banana, kiwi, mango, pear", "1. e4 e5 2. Nf3 Nc6 3. Bb5 a6 4. Ba4 Nf6"):
+        assert not is_in_another(text, english)
     assert is_in_another("Samyy bolshoy gorod etoy strany nazyvayetsya Moskva.", wanted)
 
 
@@ -85,11 +90,15 @@ def test_refusals_open_an_answer() -> None:
         "I'm sorry, but I can't help with that.",
         "I’m really sorry. That is beyond me.",  # noqa: RUF001
         "As an AI language model, I have no opinion.",
+        "Unfortunately, I cannot help with that.",
+        "Tut mir leid, das geht nicht.",
         "Es tut mir leid, aber dabei helfe ich nicht.",
         "很抱歉我无法回答这个问题。",
     ):
         assert refuses(text)
-    for text in ("Paris, and I am sorry to say that it rains.", "I can help you with that.", "Sorry is a board game."):
+    for text in ("Paris, and I am sorry to say that it rains.", "I can help you with that.", "Sorry is a board game.",
+                 "I'm sorry to hear that! Here are ways to cope.", "I can't believe how good this is.",
+                 "As an AI engineer, you should know."):  # fmt: skip
         assert not refuses(text)
 
 

@@ -95,6 +95,15 @@ def test_files_that_are_no_lists_are_refused(run: Run, tmp_path: Path) -> None:
         "other.json": (lambda path: path.write_text('{"0": [1, 2, 9]}'), "list for layer 0 is .*, and 3 of 8 experts"),
         "noise.pt": (lambda path: path.write_bytes(b"noise"), "noise.pt holds no scores of experts"),
         "scores.pt": (reap, "scores.pt scores all experts; say how many"),
+        "absent.pt": (lambda path: None, "absent.pt cannot be read"),
+        "narrow.pt": (
+            lambda path: torch.save({"logical_count": counts()[:, :, :4]}, path),
+            "has 8 experts, and 4 are scored",
+        ),
+        "nan.pt": (
+            lambda path: torch.save({"logical_count": counts() * torch.nan}, path),
+            "nan.pt is no dump .*finite",
+        ),
         "number.pt": (lambda path: torch.save({"logical_count": 3}, path), "number.pt is no dump of SGLang's recorder"),
         "far.pt": (
             lambda path: torch.save({"records": [], "last_physical_to_logical_map": torch.tensor([[2**40]])}, path),
@@ -104,7 +113,8 @@ def test_files_that_are_no_lists_are_refused(run: Run, tmp_path: Path) -> None:
     }
     for name, (write, message) in bad.items():
         write(tmp_path / name)
-        refused(run("plan", model, "-o", tmp_path / "plan.json", "--from", tmp_path / name), message)
+        number = ("--experts", 4) if name == "narrow.pt" else ()
+        refused(run("plan", model, "-o", tmp_path / "plan.json", "--from", tmp_path / name, *number), message)
         assert not (tmp_path / "plan.json").exists()
 
 
@@ -119,4 +129,4 @@ def test_of_several_files_the_experts_stay_that_rank_high_in_any(run: Run, tmp_p
     succeeded(run("plan", model, "-o", tmp_path / "plan.json", *named, "--experts", 4))
     plan = Plan.load(tmp_path / "plan.json").expert_plan
     kept = {layer.layer: [group.members[0] for group in layer.groups] for layer in plan.layers}
-    assert kept == {0: [1, 2, 5, 7], 1: [0, 1, 4, 5]}
+    assert kept == {0: [1, 2, 5, 7], 1: [0, 1, 2, 4]}  # in both lists, then in the first
