@@ -4,8 +4,8 @@
     python -m scripts.benchmarks.languages
 
 A question is one sentence, an answer one or three; missed are answers in another of these languages, alarms those in the
-question's own. What is asked is that of `compressor.quality_gate.language`: whether an answer's probability of being in any
-language that may be the question's is below `UNLIKELY`. Libraries that are not installed are left out.
+question's own. The rule is that of `compressor.quality_gate.language`: an answer's probability of being in any language
+that may be the question's is below `UNLIKELY`, and that of another at least `CLEAR`. Libraries that are not installed are left out.
 """
 
 import gettext
@@ -17,7 +17,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from compressor.quality_gate.language import POSSIBLE, UNLIKELY, probabilities
+from compressor.quality_gate.language import CLEAR, POSSIBLE, UNLIKELY, probabilities
 from scripts.benchmarks import frame
 
 SCRIPTS = {
@@ -96,6 +96,12 @@ def namers() -> Iterator[tuple[str, Namer]]:
         yield "langdetect", shares
 
 
+def is_another(shares: dict[str, float], possible: list[str]) -> bool:
+    """Return True if a text is very unlikely to be in one of these languages, and another one is likely."""
+    others = [share for language, share in shares.items() if language not in possible]
+    return sum(shares.get(language, 0.0) for language in possible) < UNLIKELY and max(others, default=0) >= CLEAR
+
+
 def main() -> None:
     """Measure, and print the table."""
     frame.options(__doc__).parse_args()
@@ -117,10 +123,8 @@ def main() -> None:
             for question, own, other in asked:
                 shares = namer(question)
                 possible = [each for each, share in shares.items() if share >= POSSIBLE * max(shares.values())]
-                unlikely = [
-                    sum(map(namer(text).get, possible, [0.0] * len(possible))) < UNLIKELY for text in (own, other)
-                ]
-                alarms, missed = alarms + unlikely[0], missed + (not unlikely[1])
+                told = [is_another(namer(text), possible) for text in (own, other)]
+                alarms, missed = alarms + told[0], missed + (not told[1])
             cells += [f"{alarms / len(asked):.1%}", f"{missed / len(asked):.1%}"]
         rows.append([name, *cells, f"{1000 * (time.process_time() - begun) / (3 * len(pairs)):.1f}"])
     columns = ["library", "alarms, one sentence", "missed", "alarms, three", "missed", "ms a text"]
