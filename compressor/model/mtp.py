@@ -237,14 +237,16 @@ def fitting_heads(model: OpenModel, experts: int, cut: bool = False) -> tuple[He
     return heads
 
 
+def head_fields(config: Any, place: Sequence[str], number: int) -> dict[str, Any]:
+    """Return the fields that a config gives a head of its own, in the node at `place`."""
+    of_heads = getattr(reduce(getattr, place, config), HEAD_FIELDS, None) or {}
+    return dict(of_heads.get(number) or of_heads.get(str(number)) or {})
+
+
 def declared_experts(model: OpenModel, number: int) -> int | None:
     """Return how many experts the config says that a head has, unless as many as the trunk."""
-    *parents, field = model.architecture.count_field.split(".")
-    node = reduce(getattr, parents, model.config)
-    of_heads = getattr(node, HEAD_FIELDS, None) or {}
-    own = of_heads.get(number) or of_heads.get(str(number)) or {}
-    experts: int | None = own.get(field)
-    return experts
+    *place, count = model.architecture.count_field.split(".")
+    return head_fields(model.config, place, number).get(count)
 
 
 def kept_heads(model: OpenModel, modules: Iterable[str]) -> tuple[Head, ...]:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -322,7 +323,8 @@ def text_specs(resolved: ResolvedRecipe) -> Iterator[tuple[int | None, TextSpec]
             shared[part_name(position)] = needed
         else:
             texts.append((position, own, {OWN: needed}))
-    wanted = [entry for entry in texts if any(needed.reads for needed in entry[2].values())]
+    reads = attrgetter("reads")
+    wanted = [entry for entry in texts if any(map(reads, entry[2].values()))]
     if not wanted:  # recorded by a plan, too, so that what is made by it is evaluated alike
         wanted = [entry for entry in texts if entry[1].data is not None][:1]
         evaluation = EVALUATED

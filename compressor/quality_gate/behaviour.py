@@ -149,14 +149,15 @@ def compare_answers(
 
     Each of the conditions on them has to pass; failures are corrected by Holm."""
     endings = list[list[Ending]]()
-    wanted = [wanted_by(prompt) for prompt in prompts.prompts for _ in range(prompts.options.seeds)]
+    wanted = {prompt.id: wanted_by(prompt) for prompt in prompts.prompts}
     for tokenizer, answers in zip(tokenizers, (base, smaller), strict=True):
         markers = Markers.of(tokenizer)
         endings.append([])
-        for (prompt, _), answer, language in zip(prompts.requests, answers, wanted, strict=True):
+        for (prompt, _), answer in zip(prompts.requests, answers, strict=True):
             before = ""
             if markers.thinking:
                 before = str(tokenizer.decode(tokens_of(prompt, tokenizer, options.chat)))
+            language = wanted[prompt.id]
             endings[-1].append(ending_of(answer, prompt, markers, tokenizer, before, language))
     ending_pairs = list(zip(*endings, strict=True))
     pairs = [

@@ -7,7 +7,9 @@ language if what was asked for is very unlikely, so that an unusual answer is no
 import re
 import unicodedata
 from collections import Counter
+from collections.abc import Iterable
 from functools import cache
+from itertools import chain
 from typing import Any
 
 from compressor.answers.prompts import Prompt
@@ -144,17 +146,23 @@ def wanted_by(prompt: Prompt) -> Wanted | None:
             scripts.add(script)
     if not possible:
         return None
-    everything = " ".join(asked).lower()
-    words = set(re.findall(r"\w+", everything))
-    named = {code for name, code in _names("en").items() if name in words}
-    named |= {code for name, code in NAMES.items() if len(name) > 3 and name in words}
-    named |= {code for name, code in NAMES.items() if not name.isascii() and name in everything}
-    for language in possible - {"en"}:
-        for name, code in _names(language).items():
-            if (name[:-STEM] if len(name) > 2 * STEM else name) in everything:
-                named.add(code)
+    named = _named_in(" ".join(asked).lower(), possible - {"en"})
     alone = len(scripts) == 1 and named <= possible
     return Wanted(frozenset(possible | named), scripts.pop() if alone else None)
+
+
+def _named_in(text: str, languages: Iterable[str]) -> set[str]:
+    """Return the languages that a text in small letters names, in English or one of `languages`."""
+    words = set(re.findall(r"\w+", text))
+    named = {code for name, code in _names("en").items() if name in words}
+    for name, code in NAMES.items():
+        is_word = len(name) > STEM and name in words
+        if is_word or (not name.isascii() and name in text):
+            named.add(code)
+    for name, code in chain.from_iterable(_names(each).items() for each in languages):
+        if (name[:-STEM] if len(name) > 2 * STEM else name) in text:
+            named.add(code)
+    return named
 
 
 def unclear_language() -> CompressionError:

@@ -40,19 +40,9 @@ def options_of_list(paths: Sequence[Path], flags: Json) -> Json:
 
     Of several files those experts stay that are listed or rank highest in any of them. Raises
     `CompressionError` for a file that is no list, and for one that leaves the number open."""
-    orders, scoring = list[Order](), list[Path]()
-    ranked = list[bool]()
-    for path in paths:
-        kind = entry_points.kind_of_file(str(path))
-        is_ranking = path.suffix in SUFFIXES or kind is not None
-        if is_ranking:
-            scoring.append(path)
-            scores = _tensors(path) if kind is None else _counts_of_file(path, kind)
-            orders.append(_ranked(path, scores))
-        else:
-            orders.append(_lists(path))
-        ranked.append(is_ranking)
-    order = orders[0] if len(orders) == 1 else _united(orders, ranked)
+    read = [_read(path) for path in paths]
+    scoring = [path for path, (_, is_ranking) in zip(paths, read, strict=True) if is_ranking]
+    order = read[0][0] if len(read) == 1 else _united(read)
     options = {"prune.split": 1, "prune.correct": "none", "prune.strategy": "listed"}
     options["prune.options.order"] = {
         layer: " ".join(map(str, experts)) for layer, experts in order.items()
@@ -74,13 +64,25 @@ def options_of_list(paths: Sequence[Path], flags: Json) -> Json:
     return {**options, "prune.experts": fewest}
 
 
-def _united(orders: Sequence[Order], ranked: Sequence[bool]) -> Order:
+def _read(path: Path) -> tuple[Order, bool]:
+    """Return the experts that a file lists or scores, and True if it scores them."""
+    kind = entry_points.kind_of_file(str(path))
+    if kind is not None:
+        return _ranked(
+            path, entry_points.load(entry_points.MODEL_FILES, kind).routed_counts(path)
+        ), True
+    if path.suffix in SUFFIXES:
+        return _ranked(path, _tensors(path)), True
+    return _lists(path), False
+
+
+def _united(orders: Sequence[tuple[Order, bool]]) -> Order:
     """Return all experts by their best rank in an order, then by the sum of their ranks; those of a
     mere list all come first."""
     united = Order()
-    for layer in dict.fromkeys(chain.from_iterable(orders)):
+    for layer in dict.fromkeys(chain.from_iterable(order for order, _ in orders)):
         ranks = list[dict[int, int]]()
-        for order, is_ranking in zip(orders, ranked, strict=True):
+        for order, is_ranking in orders:
             experts = order.get(layer, ())
             ranks.append({expert: place * is_ranking for place, expert in enumerate(experts)})
         best = dict[int, tuple[int, int]]()
@@ -158,14 +160,6 @@ def _ranked(path: Path, scores: Mapping[Any, Any]) -> Order:
     if not order:
         raise CompressionError(f"{path} holds no scores of experts; {HINT}")
     return order
-
-
-def _counts_of_file(path: Path, kind: str) -> Mapping[int, Any]:
-    """Return the counts that a model file of another kind has."""
-    counts: Mapping[int, Any] = entry_points.load(entry_points.MODEL_FILES, kind).routed_counts(
-        path
-    )
-    return counts
 
 
 def _tensors(path: Path) -> Mapping[Any, Any]:

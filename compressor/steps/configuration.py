@@ -22,7 +22,7 @@ from compressor.model.architecture import (
     with_fields,
 )
 from compressor.model.layout import Layout, expert_prefixes
-from compressor.model.mtp import HEAD_FIELDS
+from compressor.model.mtp import HEAD_FIELDS, head_fields
 from compressor.model.remote_code import without_code
 from compressor.recipe.plan import ExpertPlan
 
@@ -255,24 +255,22 @@ def output_config(
 
     `head_renames` are those of the experts of the multi-token-prediction `heads` that are kept.
     """
+    *place, count = architecture.count_field.split(".")
+    own = dict[str, Any]()
+    for number in range(heads):
+        entries = head_fields(architecture.config, place, number)
+        entries.pop(count, None)
+        if plan.head_experts is not None:
+            entries[count] = plan.head_experts
+        own[str(number)] = entries
     fields = dict(architecture.fields(plan.experts))
-    *parents, count = architecture.count_field.split(".")
-    known = getattr(reduce(getattr, parents, architecture.config), HEAD_FIELDS, None) or {}
-    if known or plan.head_experts is not None:  # the heads' own fields, but for the number
-        own = {
-            number: dict(known.get(number, known.get(str(number), {}))) for number in range(heads)
-        }
-        for entries in own.values():
-            entries.pop(count, None)
-            if plan.head_experts is not None:
-                entries[count] = plan.head_experts
-        fields[".".join([*parents, HEAD_FIELDS])] = {str(number): own[number] for number in own}
+    if any(own.values()):
+        fields[".".join([*place, HEAD_FIELDS])] = own
     config, zeroed = config_with(raw, architecture, fields, heads)
-    for node in (config, *(value for value in config.values() if isinstance(value, dict))):
-        if not any((node.get(HEAD_FIELDS) or {}).values()):
-            node.pop(HEAD_FIELDS, None)
     renames = all_renames(architecture, layout, plan, head_renames)
     for node in (config, *(value for value in config.values() if isinstance(value, dict))):
+        if not any(own.values()):
+            node.pop(HEAD_FIELDS, None)
         if "quantization_config" in node:
             if dequantized_dtype is not None:
                 del node["quantization_config"]

@@ -32,6 +32,7 @@ SCRIPTS = {
     "Japanese": "ja",
     "Chinese": "zh_Hans zh_Hant",
 }
+WIDE = ("ja", "ko", "zh_Hans", "zh_Hant")  # whose letters are syllables or words
 EACH = 100  # sentences of a language
 HOLE = re.compile(r"%\(\w+\)\w|%\w|\{[^}]*\}|<[^>]*>")  # for what a program puts in
 Namer = Callable[[str], dict[str, float]]
@@ -50,16 +51,12 @@ def sentences() -> dict[str, list[str]]:
             if isinstance(key, str) and key and key != value:
                 found.setdefault(language, set()).add(value)
                 found.setdefault("en", set()).add(key.rpartition("\x04")[2])
-    usual = {language: {" ".join(HOLE.sub("", text).split()) for text in texts} for language, texts in found.items()}
-    return {
-        language: sorted(text for text in texts if sum(map(str.isalpha, text)) >= least(language))
-        for language, texts in usual.items()
-    }
-
-
-def least(language: str) -> int:
-    """Return the fewest letters of a sentence."""
-    return 8 if language in ("ja", "ko", "zh_Hans", "zh_Hant") else 15
+    usual = dict[str, list[str]]()
+    for language, texts in found.items():
+        least = 8 if language in WIDE else 15  # letters
+        clean = {" ".join(HOLE.sub("", text).split()) for text in texts}
+        usual[language] = sorted(text for text in clean if sum(map(str.isalpha, text)) >= least)
+    return usual
 
 
 def namers() -> Iterator[tuple[str, Namer]]:
