@@ -91,7 +91,8 @@ def plan(
     """Decide which experts stay, merge or go, and write the plan as JSON; no weight is written."""
     package = package_of(context, model, imatrix)
     if listed:
-        flags = {**options_of_list(listed, flags), **flags}
+        given = {*flags, *(setting.partition("=")[0] for setting in settings or ())}
+        flags = {**options_of_list(listed, given), **flags}
     if package is None:
         recipe = recipe_of(model, {**flags, "output.evaluate": False}, settings)
         recipe = recipe.model_copy(update={"gate": None})  # which is of outputs

@@ -5,15 +5,18 @@ a line {"LAYER": [EXPERT, ...]} for each layer. Scores are REAP's observations, 
 {"reap": saliencies [E], ...}}, and counts of routed tokens: what SGLang's recorder of the expert
 distribution dumps (0.5: {"logical_count": [steps, layers, E]}, or in the modes per_pass and
 per_token {"records": [{"global_physical_count": [layers, P]}, ...], "last_physical_to_logical_map":
-[layers, P]}), and the GGUF files of llama-imatrix."""
+[layers, P]}), the GGUF files of llama-imatrix, and responses of vLLM (0.22) with {"choices":
+[{"routed_experts": base64 of a .npy of ids [tokens, layers, top_k]}, ...]}."""
 
 import re
 import reprlib
+from base64 import b64decode
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from io import BytesIO
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import Field
 
@@ -23,32 +26,49 @@ from compressor.errors import CompressionError, ItemError, reason_of
 from compressor.recipe.steps_plan import MOST_EXPERTS
 from compressor.records import Json, read_json, value_as
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 LAYER = re.compile(r"(?:main_|(?:.+\.)?layers\.)?(\d+)(?:\..+)?")
 SALIENCY = "reap"
 Expert = Annotated[int, Field(ge=0, lt=MOST_EXPERTS)]
 SUFFIXES = (".pt", ".pth")
 HINT = (
     "name a kept_expert_indices.json, an experts.jsonl, REAP's observations or a dump of SGLang's "
-    "expert distribution recorder (.pt), or an imatrix (.gguf)"
+    "expert distribution recorder (.pt), an imatrix (.gguf), or vLLM's responses (.jsonl)"
 )
+RESPONSES = "start vLLM with --enable-return-routed-experts, and save responses that don't stream"
 Order = dict[str, list[int]]  # experts by decoder layer, the best first
 
 
-def options_of_list(paths: Sequence[Path], flags: Json) -> Json:
-    """Return the options, by path, by which `plan` keeps the experts of files; `flags` may say how
-    many of them.
+class Found(NamedTuple):
+    """What a file says of experts."""
+
+    order: Order
+    is_ranking: bool = True  # by scores, which leave the number open
+    is_whole: bool = True  # a ranking has all experts of a layer
+
+
+def options_of_list(paths: Sequence[Path], given: Collection[str]) -> Json:
+    """Return the options, by path, by which `plan` keeps the experts of files; those that are
+    `given` may say how many.
 
     Of several files those experts stay that are listed or rank highest in any of them. Raises
-    `CompressionError` for a file that is no list, and for one that leaves the number open."""
+    `CompressionError` for a file that is no list, for one that leaves the number open, and where a
+    strategy is given as well."""
+    if "prune.strategy" in given:
+        raise CompressionError(
+            f"{paths[0]} says which experts stay, and so would the strategy; give one of them"
+        )
     read = [_read(path) for path in paths]
-    scoring = [path for path, (_, is_ranking) in zip(paths, read, strict=True) if is_ranking]
-    order = read[0][0] if len(read) == 1 else _united(read)
+    scoring = [path for path, found in zip(paths, read, strict=True) if found.is_ranking]
+    order = read[0].order if len(read) == 1 else _united(read)
     options = {"prune.split": 1, "prune.correct": "none", "prune.strategy": "listed"}
     options["prune.options.order"] = {
         layer: " ".join(map(str, experts)) for layer, experts in order.items()
     }
-    options["prune.options.all"] = bool(scoring)
-    if flags.keys() & {"prune.experts", "prune.ratio"}:
+    options["prune.options.all"] = any(found.is_ranking and found.is_whole for found in read)
+    if {"prune.experts", "prune.ratio"}.intersection(given):
         return options
     if scoring:
         raise CompressionError(
@@ -64,25 +84,37 @@ def options_of_list(paths: Sequence[Path], flags: Json) -> Json:
     return {**options, "prune.experts": fewest}
 
 
-def _read(path: Path) -> tuple[Order, bool]:
-    """Return the experts that a file lists or scores, and True if it scores them."""
+def _read(path: Path) -> Found:
+    """Return the experts that a file lists or scores."""
     kind = entry_points.kind_of_file(str(path))
     if kind is not None:
-        return _ranked(
-            path, entry_points.load(entry_points.MODEL_FILES, kind).routed_counts(path)
-        ), True
+        counts = entry_points.load(entry_points.MODEL_FILES, kind).routed_counts(path)
+        return Found(_ranked(path, counts))
     if path.suffix in SUFFIXES:
-        return _ranked(path, _tensors(path)), True
-    return _lists(path), False
+        return Found(_ranked(path, _tensors(path)))
+    order, responses = Order(), 0
+    tallies: dict[int, Tensor] = {}  # an annotation alone, for torch is slow to import
+    for where, content in _objects(path):
+        if "choices" in content:
+            responses += 1
+            _tally(content["choices"], where, tallies)
+        else:
+            _add_lists(order, path, content)
+    if responses and not order:
+        return Found(_ranked(path, _counts(path, tallies)), is_whole=False)
+    if responses or not order:
+        what = "holds lists beside responses" if responses else "lists no experts"
+        raise CompressionError(f"{path} {what}; {HINT}")
+    return Found(order, is_ranking=False)
 
 
-def _united(orders: Sequence[tuple[Order, bool]]) -> Order:
+def _united(orders: Sequence[Found]) -> Order:
     """Return all experts by their best rank in an order, then by the sum of their ranks; those of a
     mere list all come first."""
     united = Order()
-    for layer in dict.fromkeys(chain.from_iterable(order for order, _ in orders)):
+    for layer in dict.fromkeys(chain.from_iterable(found.order for found in orders)):
         ranks = list[dict[int, int]]()
-        for order, is_ranking in orders:
+        for order, is_ranking, _ in orders:
             experts = order.get(layer, ())
             ranks.append({expert: place * is_ranking for place, expert in enumerate(experts)})
         best = dict[int, tuple[int, int]]()
@@ -93,34 +125,68 @@ def _united(orders: Sequence[tuple[Order, bool]]) -> Order:
     return united
 
 
-def _lists(path: Path) -> Order:
-    """Return the lists of a JSON file, or of one JSON object a line, by decoder layer."""
-    if path.suffix == ".jsonl":
-        from compressor.data.rows import source_rows  # which loads transformers
+def _objects(path: Path) -> Iterator[tuple[str, Json]]:
+    """Yield the object of a JSON file, or those of its lines, with the place of each."""
+    if path.suffix != ".jsonl":
+        yield str(path), value_as(read_json(path, HINT, HINT), Json, str(path))
+        return
+    from compressor.data.rows import source_rows  # which loads transformers
 
-        contents = [
-            _object(row, where)
-            for where, row in source_rows(WeightedSource(str(path), 1.0), 0, "items").rows
-        ]
-    else:
-        contents = [_object(read_json(path, HINT, HINT), str(path))]
-    order = Order()
-    for name, entry in chain.from_iterable(content.items() for content in contents):
+    for where, row in source_rows(WeightedSource(str(path), 1.0), 0, "items").rows:
+        if isinstance(row, ItemError):
+            raise row
+        yield where, value_as(row, Json, where)
+
+
+def _add_lists(order: Order, path: Path, content: Json) -> None:
+    """Add the lists of an object, by decoder layer."""
+    for name, entry in content.items():
         match = LAYER.fullmatch(name)
         if match:  # other names are of multi-token-prediction heads
             listed = entry.get("keep") if isinstance(entry, dict) else entry
             experts = value_as(listed, tuple[Expert, ...], f"{path}: {name}")
             _add(order, path, match[1], experts)
-    if not order:
-        raise CompressionError(f"{path} lists no experts; {HINT}")
-    return order
 
 
-def _object(row: Any, where: str) -> Json:
-    if isinstance(row, ItemError):
-        raise row
-    content: Json = value_as(row, Json, where)
-    return content
+def _tally(choices: Any, where: str, tallies: dict[int, "Tensor"]) -> None:
+    """Add how often the choices of a response went to each expert, [MOST_EXPERTS] by layer."""
+    import numpy as np
+    import torch
+
+    for choice in value_as(choices, tuple[Json, ...], where):
+        encoded = choice.get("routed_experts")
+        if encoded is None:  # of a request that ended before its first token
+            continue
+        try:
+            content = BytesIO(b64decode(encoded, validate=True))
+            chosen = np.lib.format.read_array(content, allow_pickle=False)
+            if chosen.ndim != 3 or chosen.dtype.kind not in "iu":
+                raise ValueError("ids should be whole numbers of tokens, layers and places")
+            ids = torch.from_numpy(chosen.astype(np.int64)).sort(dim=2).values
+            if (
+                ids.numel()
+                and not (ids[..., 0] >= 0).logical_and(ids[..., -1] < MOST_EXPERTS).all()
+            ):
+                raise ValueError("an id is of no expert")
+        except (EOFError, MemoryError, OSError, TypeError, ValueError) as error:
+            raise CompressionError(
+                f"{where}: its routed_experts cannot be read ({reason_of(error)}); {RESPONSES}"
+            ) from error
+        # vLLM leaves zeros, one expert several times, in layers without experts.
+        routed = (ids.diff(dim=2) > 0).all(dim=2)
+        for layer in range(ids.shape[1]):
+            counts = ids[routed[:, layer], layer].flatten().bincount(minlength=MOST_EXPERTS)
+            tallies[layer] = tallies.get(layer, 0) + counts
+
+
+def _counts(path: Path, tallies: Mapping[int, "Tensor"]) -> Mapping[int, "Tensor"]:
+    """Return the tallies of layers with experts up to the last that any went to; top-1 models leave
+    zeros for no expert as well."""
+    counts = {layer: tally for layer, tally in tallies.items() if tally.count_nonzero() > 1}
+    if not counts:
+        raise CompressionError(f"no response in {path} has routed_experts; {RESPONSES}")
+    experts = 1 + max(int(tally.nonzero().max()) for tally in counts.values())
+    return {layer: tally[:experts].double() for layer, tally in counts.items()}
 
 
 def _add(order: Order, path: Path, layer: str, experts: Sequence[int]) -> None:

@@ -1,11 +1,15 @@
 """Plans from the files of other tools, each written here as that tool writes it."""
 
+import base64
+import io
 import json
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 
@@ -64,16 +68,53 @@ def imatrix(path: Path) -> None:
     writer.close()
 
 
+def response(chosen: np.ndarray) -> dict[str, Any]:
+    """A response of vLLM by ids of experts [tokens, layers, top_k]."""
+    content = io.BytesIO()
+    np.save(content, chosen)
+    encoded = base64.b64encode(content.getvalue()).decode()
+    return {"id": "cmpl-1", "choices": [{"index": 0, "text": "", "routed_experts": encoded}]}
+
+
+def vllm(path: Path) -> None:
+    """Responses of 40 tokens to which 4 of the 8 experts answer, and a last layer without experts."""
+    draw = np.random.default_rng(0)
+    lines = [{"choices": [{"index": 0, "text": "", "routed_experts": None}]}]
+    for kind in (np.uint8, np.int32):
+        chosen = np.zeros((40, 3, 2), dtype=kind)
+        for token, (layer, experts) in product(range(40), KEPT.items()):
+            other = draw.choice([expert for expert in range(8) if expert not in experts])
+            chosen[token, layer] = draw.choice(experts, 2, replace=False) if token % 4 else (experts[0], other)
+        lines.append(response(chosen))
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def vllm_of_one(path: Path) -> None:
+    """A response of a model whose tokens go to one expert each, or in its last layer to none."""
+    order = [*KEPT[0] * 3, *KEPT[1], 0]
+    chosen = np.array([[[expert], [KEPT[1][number % 4]], [0]] for number, expert in enumerate(order)], dtype=np.uint8)
+    path.write_text(json.dumps(response(chosen)))
+
+
 LISTS = [(razor, "kept_expert_indices.json"), (ascend, "experts.jsonl")]
-SCORES = [(reap, "observations.pt"), (sglang, "recorded.pt"), (sglang_passes, "passes.pt"), (imatrix, "imatrix.gguf")]
+SCORES = [
+    (reap, "observations.pt"),
+    (sglang, "recorded.pt"),
+    (sglang_passes, "passes.pt"),
+    (imatrix, "imatrix.gguf"),
+    (vllm, "responses.jsonl"),
+    (vllm_of_one, "response.json"),
+]
 
 
 @pytest.mark.parametrize(("write", "name"), [*LISTS, *SCORES])
 def test_the_experts_of_a_list_stay(write: Callable[[Path], None], name: str, run: Run, tmp_path: Path) -> None:
     model = small.save(tmp_path / "model", "qwen3_moe")
     write(tmp_path / name)
-    number = ("--experts", 4) if (write, name) in SCORES else ()
-    succeeded(run("plan", model, "-o", tmp_path / "plan.json", "--from", tmp_path / name, *number))
+    number = ("--set", "prune.experts=4") if (write, name) in SCORES else ()
+    command = ("plan", model, "-o", tmp_path / "plan.json", "--from", tmp_path / name, *number)
+    refused(run(*command, "--strategy", "reap"), f"{name} says which experts stay, and so would the strategy")
+    succeeded(run(*command))
     plan = Plan.load(tmp_path / "plan.json").expert_plan
     assert {layer.layer: [group.members[0] for group in layer.groups] for layer in plan.layers} == KEPT
     succeeded(run("apply", tmp_path / "plan.json", "-o", tmp_path / "out"))
@@ -108,6 +149,23 @@ def test_files_that_are_no_lists_are_refused(run: Run, tmp_path: Path) -> None:
         "far.pt": (
             lambda path: torch.save({"records": [], "last_physical_to_logical_map": torch.tensor([[2**40]])}, path),
             "far.pt is no dump of SGLang's recorder .*expert 1099511627776",
+        ),
+        "few.jsonl": (vllm, "few.jsonl scores all experts; say how many"),
+        "aborted.json": (
+            lambda path: path.write_text('{"choices": [{"routed_experts": null}]}'),
+            "no response in .*aborted.json has routed_experts; start vLLM with",
+        ),
+        "sglang.json": (
+            lambda path: path.write_text('{"choices": [{"routed_experts": "AAAAAAEAAAA="}]}'),
+            "sglang.json: its routed_experts cannot be read .*start vLLM with",
+        ),
+        "negative.json": (
+            lambda path: path.write_text(json.dumps(response(np.full((1, 2, 2), -1)))),
+            "negative.json: its routed_experts cannot be read .*no expert",
+        ),
+        "both.jsonl": (
+            lambda path: path.write_text(f'{{"0": [1, 2]}}\n{json.dumps(response(np.array([[[1, 2]]])))}\n'),
+            "both.jsonl holds lists beside responses",
         ),
         "noise.gguf": (lambda path: path.write_bytes(b"noise"), "noise.gguf cannot be read as GGUF"),
     }
