@@ -101,9 +101,11 @@ class Child:
     output: str
 
 
-def run_child(command: Sequence[str], environment: Mapping[str, str] | None = None, fails: bool = False) -> Child:
-    """Run a command to its end, watched; raises `CompressionError` with the end of what a failing one printed, or
-    where one that `fails` doesn't."""
+def run_child(
+    command: Sequence[str], environment: Mapping[str, str] | None = None, statuses: Sequence[int] = (0,)
+) -> Child:
+    """Run a command to its end, watched; raises `CompressionError` with the end of what it printed if it ends with
+    another status than these."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     begin = time.perf_counter()
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -118,7 +120,7 @@ def run_child(command: Sequence[str], environment: Mapping[str, str] | None = No
     with subprocess.Popen(command, env={**os.environ, **(environment or {})}, **streams) as process:
         threading.Thread(target=sample, daemon=True).start()
         output, errors = process.communicate()
-    if bool(process.returncode) is not fails:
+    if process.returncode not in statuses:
         status = f"{shlex.join(command)} ended with status {process.returncode}"
         raise CompressionError(f"{status}:\n{errors[-2000:]}")
     seconds = time.perf_counter() - begin

@@ -4,9 +4,12 @@
 
 Prints medians of ratios with their range, of processor seconds of whole processes and of wall seconds: of this build and,
 with `--before`, of another checkout's, whose runs take turns with this one's. A small OLMoE of random weights is pruned
-on 64 sequences of 256 tokens by one thread; a larger checkpoint is rounded.
+on 64 sequences of 256 tokens by one thread; a larger checkpoint is rounded; the gate compares the small one with its copy,
+and lm-eval measures it once.
 """
 
+import json
+import random
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -44,6 +47,29 @@ for number, file in enumerate(sys.argv[2:]):
         sink.flush()
         os.fsync(sink.fileno())
 """
+TASK = {
+    "dataset_path": "json", "test_split": "test", "fewshot_split": "test", "doc_to_text": "{{question}}",
+    "metadata": {"version": 1.0},
+}  # fmt: skip
+TASKS: Mapping[str, Mapping[str, Any]] = {
+    "scored": {
+        "output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    },
+    "written": {
+        "output_type": "generate_until", "doc_to_target": "{{choices[0]}}",
+        "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 64, "do_sample": False},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    },
+}  # fmt: skip
+ITEMS = 100
+ASKED = {
+    "scored": "--tasks scored",
+    "chats": "--tasks scored --num_fewshot 3 --apply_chat_template",
+    "written": "--tasks written",
+}  # in lm-eval's words
+LM_EVAL = "--model hf --model_args pretrained=OLMOE --include_path TASKS --device cpu --batch_size 8"
+GATE = "gate OLMOE COPY --include-path TASKS --batch-size 8 --max-drop 0.1 --device cpu"
 TEXT = "--calibration TEXT --samples 64 --sequence-length 256"
 DROP = f"compress OLMOE -o OUT --experts 12 {TEXT} --strategy reap"
 DEMO_DROP = "compress DEMO -o OUT --experts 12 --calibration demo --strategy reap --correct none --no-evaluate"
@@ -61,6 +87,7 @@ COMMANDS = {
     "GPTQ": f"compress OLMOE -o OUT --quantize int4 --quantize.method gptq {TEXT} {PLAIN}",
     "weights alone": f"compress OLMOE -o OUT --experts 12 --strategy aimer --correct none {PLAIN}",
     "wrong": "compress OLMOE -o OUT --experts 12 --strategy raep",
+    **{f"gate, {kind}": f"{GATE} {words.replace('_', '-')}" for kind, words in ASKED.items()},
 }
 
 
@@ -94,6 +121,12 @@ RATIOS = {
     ),
     "gptq": Ratio("GPTQ: forward passes beyond rounding", 3, "GPTQ", "int4 small", *FORWARD),
     "startup": Ratio("a wrong strategy, seconds", 0.6, "wrong", ""),
+    **{
+        f"gate-{kind}": Ratio(
+            f"gate on {kind}, two models, over lm-eval on one", 2, f"gate, {kind}", "", f"lm-eval, {kind}"
+        )
+        for kind in ASKED
+    },
     "small": Ratio("a drop by weights alone, over a stock load", 1.25, "weights alone", "", "load"),
 }
 
@@ -107,14 +140,35 @@ def make_models(folder: Path, megabytes: int) -> dict[str, str]:
 
     torch.manual_seed(0)
     OlmoeForCausalLM(OlmoeConfig(**OLMOE)).to(torch.bfloat16).save_pretrained(folder / "olmoe")
-    small.tokenizer().save_pretrained(folder / "olmoe")
+    small.tokenizer(small.CHAT).save_pretrained(folder / "olmoe")
+    shutil.copytree(folder / "olmoe", folder / "copy")
+    write_tasks(folder / "tasks")
     for name, layers in (("narrow", 1), ("wide", max(2, round(megabytes / WIDE_LAYER)))):
         (folder / name).mkdir()
         frame.write_layers(folder / name, layers, **WIDE)
     (folder / "text.txt").write_text(frame.random_text(100_000))
     demo = Path(__file__).parents[2] / "compressor" / "demo" / "checkpoint"
-    names = {name.upper(): folder / name for name in ("olmoe", "wide", "narrow", "out")}
+    names = {name.upper(): folder / name for name in ("olmoe", "copy", "tasks", "wide", "narrow", "out")}
     return {name: str(path) for name, path in (names | {"TEXT": folder / "text.txt", "DEMO": demo}).items()}
+
+
+def write_tasks(folder: Path) -> None:
+    """Write tasks of lm-eval and their items of random words."""
+    folder.mkdir()
+    draw, words, items = random.Random(0), frame.random_text(10_000).split(), list[dict[str, Any]]()
+    for _ in range(ITEMS):
+        choices = [" ".join(draw.choices(words, k=3)) for _ in range(4)]
+        question = " ".join(draw.choices(words, k=draw.randint(5, 30)))
+        items.append({"question": question, "choices": choices, "answer": draw.randrange(4)})
+    (folder / "items.jsonl").write_text("".join(f"{json.dumps(item)}\n" for item in items))
+    for name, task in TASKS.items():
+        content = {
+            "task": name,
+            **TASK,
+            **task,
+            "dataset_kwargs": {"data_files": {"test": str(folder / "items.jsonl")}},
+        }
+        (folder / f"{name}.yaml").write_text(json.dumps(content))
 
 
 def run(name: str, places: Mapping[str, str], checkout: str) -> frame.Child:
@@ -130,8 +184,13 @@ def run(name: str, places: Mapping[str, str], checkout: str) -> frame.Child:
         source = Path(places["WIDE" if name == "copy" else "NARROW"])
         files = sorted(map(str, source.glob("*.safetensors")))
         return frame.run_child([python, "-c", COPY, str(out.parent / "copied"), *files], environment)
+    if name.startswith("lm-eval"):
+        words = f"run {LM_EVAL} {ASKED[name.partition(', ')[2]]}".replace("OLMOE", places["OLMOE"]).split()
+        command = [python, "-m", "lm_eval", *(places.get(word, word) for word in words)]
+        return frame.run_child(command, {**environment, "HF_HUB_OFFLINE": "1", "HF_HOME": str(out.parent / "hub")})
     words = [places.get(word, word) for word in COMMANDS[name].split()]
-    return frame.run_child([*frame.COMMAND, *words], environment, fails=name == "wrong")
+    statuses = (2,) if name == "wrong" else (0, 3)  # a gate on random weights that guess is inconclusive
+    return frame.run_child([*frame.COMMAND, *words], environment, statuses)
 
 
 def main() -> None:
