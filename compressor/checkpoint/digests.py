@@ -9,6 +9,7 @@ import reprlib
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from mmap import ACCESS_READ, mmap
 from pathlib import Path, PurePosixPath
 
@@ -27,11 +28,17 @@ LATER = ("readme", "licen", "notice", "gate.", "recipe.")  # what people and oth
 
 
 def digest_of(path: Path) -> tuple[str, list[tuple[str, str]]]:
-    """Return a file's SHA-256, read once, and each tensor's name and CRC-32 in the order of their
-    bytes.
+    """Return a file's SHA-256 and each tensor's name and CRC-32 in the order of their bytes.
 
-    It has no tensors unless it is a readable safetensors file.
+    It has no tensors unless it is a readable safetensors file. A file that has not changed since is
+    not read again.
     """
+    state = path.stat()
+    return _digest_of(path, state.st_ino, state.st_size, state.st_mtime_ns)
+
+
+@cache
+def _digest_of(path: Path, *_: int) -> tuple[str, list[tuple[str, str]]]:
     infos = []
     if path.suffix == ".safetensors":
         with suppress(CompressionError):

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from compressor.checkpoint.digests import digest_of
 from compressor.checkpoint.reader import CONFIG, Checkpoint
 from compressor.checkpoint.source import ModelSource, find_model
 from compressor.data.batches import EvaluationSet
@@ -28,7 +29,7 @@ from compressor.devices import device_name
 from compressor.divergence.evaluator import Evaluator, Figures
 from compressor.document.blocks import Block, Facts, Table, Text
 from compressor.errors import CompressionError, without_tokens
-from compressor.files import RECEIPT, file_digest
+from compressor.files import RECEIPT
 from compressor.formatting import label
 from compressor.frozen import frozen
 from compressor.model.constant_experts import declared
@@ -112,7 +113,7 @@ def file_digests(folder: Path) -> dict[str, str]:
     tensors = Checkpoint(folder).tensors
     names = sorted({CONFIG, *(info.file for info in tensors.values())})
     with ThreadPoolExecutor() as pool:
-        digests = pool.map(lambda name: file_digest(folder / name), names)
+        digests = pool.map(lambda name: digest_of(folder / name)[0], names)
         return dict(zip(names, digests, strict=True))
 
 
