@@ -126,6 +126,9 @@ def test_the_experts_of_a_list_stay(write: Callable[[Path], None], name: str, ru
 
 def test_files_that_are_no_lists_are_refused(run: Run, tmp_path: Path) -> None:
     model = small.save(tmp_path / "model", "qwen3_moe")
+    header = b"{'descr': ("
+    damaged = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+    cut = {"choices": [{"routed_experts": base64.b64encode(damaged).decode()}]}
     bad = {
         "text.json": (lambda path: path.write_text("{"), "text.json is not valid JSON"),
         "none.json": (lambda path: path.write_text("{}"), "none.json lists no experts"),
@@ -162,6 +165,14 @@ def test_files_that_are_no_lists_are_refused(run: Run, tmp_path: Path) -> None:
         "negative.json": (
             lambda path: path.write_text(json.dumps(response(np.full((1, 2, 2), -1)))),
             "negative.json: its routed_experts cannot be read .*no expert",
+        ),
+        "cut.json": (
+            lambda path: path.write_text(json.dumps(cut)),
+            "cut.json: its routed_experts cannot be read .*start vLLM with",
+        ),
+        "deep.json": (
+            lambda path: path.write_text(json.dumps(response(np.zeros((0, 5000, 2), dtype=np.uint8)))),
+            "deep.json: its routed_experts cannot be read .*layers",
         ),
         "both.jsonl": (
             lambda path: path.write_text(f'{{"0": [1, 2]}}\n{json.dumps(response(np.array([[[1, 2]]])))}\n'),
