@@ -14,7 +14,8 @@ from compressor.formatting import one_line, readable
 # underscores inside words mean nothing in Markdown
 SPECIAL = re.compile(r"[\\|*`<\[\]~&$#]|(?<![^\W_])_|_(?![^\W_])")
 AT_START = re.compile(r"^(\d*)([-+>=.)])")  # what would make a list or a quotation of a paragraph
-BLANK = re.compile(r"\n{3,}")
+# a listing, whose own blank lines stay, or more than one blank line
+BLANK = re.compile(r"^(?P<listing>(`{3,})[^\n]*\n.*?^\2$)|\n{3,}", re.MULTILINE | re.DOTALL)
 NO_IMAGES: Mapping[str, str] = {}
 
 
@@ -61,7 +62,7 @@ def markdown(document: Iterable[Block], images: Mapping[str, str] = NO_IMAGES) -
             case blocks.Sides():
                 pass
         lines.append("")
-    return BLANK.sub("\n\n", "\n".join(lines)).strip("\n") + "\n"
+    return _ended("\n".join(lines))
 
 
 def filled(template: str, images: Mapping[str, str], **values: Any) -> str:
@@ -88,7 +89,12 @@ def filled(template: str, images: Mapping[str, str], **values: Any) -> str:
     environment.globals["Listing"] = blocks.Listing
     environment.filters["raw"] = lambda words: Markup(one_line(words))
     text = environment.from_string(template).render(values)
-    return BLANK.sub("\n\n", text).strip("\n") + "\n"
+    return _ended(text)
+
+
+def _ended(text: str) -> str:
+    """The text with at most one blank line between blocks, ending in a line break."""
+    return BLANK.sub(lambda found: found["listing"] or "\n\n", text).strip("\n") + "\n"
 
 
 def escaped(text: str) -> str:

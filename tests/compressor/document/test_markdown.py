@@ -1,7 +1,7 @@
 from html.parser import HTMLParser
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from jinja2 import UndefinedError
 from markdown_it import MarkdownIt
@@ -68,6 +68,7 @@ def test_foreign_text_means_nothing_in_any_block(text: str) -> None:
 
 
 @given(LINE)
+@example("1\n\n\n1")
 def test_code_is_shown_as_it_is(text: str) -> None:
     texts = _texts(_read(b.Text((b.Code(text),))))
     assert "".join(each for _, each in texts) == _line(text)
