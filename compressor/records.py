@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
-from pydantic_core import PydanticCustomError, SchemaValidator, core_schema, to_jsonable_python
+from pydantic_core import (
+    ErrorDetails,
+    PydanticCustomError,
+    SchemaValidator,
+    core_schema,
+    to_jsonable_python,
+)
 
 from compressor.errors import CompressionError, reason_of
 from compressor.formatting import known_names
@@ -160,13 +166,8 @@ def _known_only(names: Sequence[str], content: Any) -> Any:
 def fault_of(error: ValidationError, where: str) -> str:
     """Return the first fault in a sentence that begins with its place: `where`, which is a name or
     ends with ": ", and below it the error's own."""
-    fault = error.errors(include_url=False)[0]
-    place = where
-    for part in fault["loc"]:
-        if isinstance(part, int):
-            place += f"[{part}]"
-        elif part not in KINDS and not part.startswith(INNER):
-            place += part if not place or place.endswith(" ") else f".{part}"
+    fault, *others = error.errors(include_url=False)
+    place = _place(fault, where)
     subject = place.removesuffix(": ") or "it"
     if fault["type"] == "missing":
         return f"{subject} is missing; add it"
@@ -180,9 +181,26 @@ def fault_of(error: ValidationError, where: str) -> str:
     shown = "null" if value is None else repr(value)
     if len(shown) >= SHOWN:
         shown = f"{shown[:SHOWN]} ..."
-    wanted = WANTED.get(fault["type"])
-    should = f"should be {wanted}" if wanted else fault["msg"].partition(" ")[2]
+    should = _should(fault)
+    for other in map(_should, [other for other in others if _place(other, where) == place]):
+        if other.startswith("should be ") and other not in should:  # of a value of several kinds
+            should += f", or {other.removeprefix('should be ')}"
     return f"{subject} {should}, it is {shown}"
+
+
+def _place(fault: ErrorDetails, where: str) -> str:
+    place = where
+    for part in fault["loc"]:
+        if isinstance(part, int):
+            place += f"[{part}]"
+        elif part not in KINDS and not part.startswith(INNER):
+            place += part if not place or place.endswith(" ") else f".{part}"
+    return place
+
+
+def _should(fault: ErrorDetails) -> str:
+    wanted = WANTED.get(fault["type"])
+    return f"should be {wanted}" if wanted else fault["msg"].partition(" ")[2]
 
 
 def report_json(content: Any, indent: int | None = 2) -> str:

@@ -49,6 +49,8 @@ NAMES = {
     **{"英訳": "en", "和訳": "ja", "farsi": "fa", "mandarin": "zh", "castilian": "es"},
     **{"flemish": "nl", "nb": "no", "nn": "no", "bokmål": "no", "fil": "tl", "filipino": "tl"},
 }
+# codes of languages that in a data set of code are C#, Perl, OCaml, ActionScript, PostScript, shell
+OF_PROGRAMS = frozenset({"cs", "pl", "ml", "as", "ps", "sh"})
 
 
 @frozen
@@ -123,9 +125,10 @@ def probabilities(text: str) -> dict[str, float]:
 def wanted_by(prompt: Prompt) -> Wanted | None:
     """Return the languages in which a prompt asks for an answer: the one of its row's `language`,
     or else what may be its own, and those it names in English or its own words. None if it is too
-    short."""
-    code = None if prompt.language is None else code_of(prompt.language)
-    if code is not None:
+    short. A `language` that may be one of programs only adds to what the prompt asks for."""
+    said = (prompt.language or "").strip().lower()
+    code = code_of(said) if said else None
+    if code is not None and said not in OF_PROGRAMS:
         return Wanted(frozenset({code}), None)
     asked = [""]
     for message in prompt.chat:
@@ -146,7 +149,7 @@ def wanted_by(prompt: Prompt) -> Wanted | None:
             scripts.add(script)
     if not possible:
         return None
-    named = _named_in(" ".join(asked).lower(), possible - {"en"})
+    named = _named_in(" ".join(asked).lower(), possible - {"en"}) | ({code} if code else set())
     alone = len(scripts) == 1 and named <= possible
     return Wanted(frozenset(possible | named), scripts.pop() if alone else None)
 

@@ -2,6 +2,7 @@ import json
 import random
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,13 @@ def test_the_column_language_says_it_alone(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     told = [wanted_by(prompt) for prompt in read_prompts([str(file)])]
     assert [wanted is not None and is_in_another(ENGLISH[0], wanted) for wanted in told] == [*[True] * 5, False]
+
+
+def test_a_code_that_may_be_a_programming_language_adds_to_what_the_prompt_asks_for() -> None:
+    for code in ("cs", "PL"):
+        wanted = wanted_by(replace(Prompt.of(ENGLISH[0]), language=code))
+        assert wanted is not None and code.lower() in wanted.languages
+        assert not is_in_another(ENGLISH[1], wanted) and is_in_another(GERMAN[0], wanted)
 
 
 def test_nothing_is_said_of_what_is_short_or_code_and_another_script_is_another() -> None:
