@@ -65,9 +65,6 @@ ROWS = {
     "default-75": Row("3/4, default", f"--ratio 0.25 {READING}", 0.75, chats=True, decodes=True),
     "default-75-int4": Row("3/4, default, then int4", "--quantize int4", 0.75, scheme="int4", source="default-75"),
     "default-50": Row("1/2, default", f"--ratio 0.5 {READING}", 0.5, chats=True, decodes=True),
-    "two-50": Row(
-        "1/2, default in two rounds", f"--ratio 0.333 {READING}", 0.5, "rounds", source="default-75", chats=True
-    ),
     "int3": Row("all experts, int3", "--quantize int3", scheme="int3"),
     "default-75-again": Row("3/4, default, another seed", f"--ratio 0.25 --seed 1 {READING}", 0.75),
 }
@@ -80,7 +77,7 @@ for percent, (share, shown) in SHARES.items():
 ROWS["budget"] = Row("best pair in {budget}", f"--bytes {{budget}} {READING}", 0, "budget")
 PLOTTED = "smollm2-moe"  # which has rows of all shares
 USUAL = "usual"
-SLOW = ("best-75", "best-50", "budget", "default-75-again", "two-50")  # that are measured only when they are named
+SLOW = ("best-75", "best-50", "budget", "default-75-again")  # that are measured only when they are named
 SUMMARY = ("int4", "default-75", "fast-75", "default-50", "reap-50")
 ANSWERED = ("default-75", "default-50", "reap-75")
 COLUMNS = ("model", "MB", "loss", "KL", "same token", "loops", "missed ends", "stock passes", "seconds", "peak GB")
