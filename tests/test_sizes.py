@@ -106,7 +106,7 @@ SIZED = ("compare", "model", "--sizes")
         ((*SIZED, "--bits", "2", "--bytes", "1GB"), "stands in place of --bytes"),
         ((*SIZED, "--correct", "none,rigde"), "rigde"),
         ((*SIZED, "--strategies", "reap,atuo"), "there is no strategy 'atuo'"),
-        ((*SIZED, "--split", "1,two"), r"splits\[1\] should be a whole number, it is 'two'"),
+        ((*SIZED, "--split", "1,two"), r"splits\[1\] should be a whole number, or 'auto', it is 'two'"),
         ((*SIZED, "--shares", "1,1/0"), r"shares\[1\] should be a fraction, it is '1/0'"),
         ((*SIZED, "--shares", "3/2"), "above 0 and up to 1"),
         ((*SIZED, "--schemes", "int5"), "there is no format 'int5'; did you mean"),
