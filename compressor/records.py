@@ -182,9 +182,10 @@ def fault_of(error: ValidationError, where: str) -> str:
     if len(shown) >= SHOWN:
         shown = f"{shown[:SHOWN]} ..."
     should = _should(fault)
-    for other in map(_should, [other for other in others if _place(other, where) == place]):
-        if other.startswith("should be ") and other not in should:  # of a value of several kinds
-            should += f", or {other.removeprefix('should be ')}"
+    for other in others:  # of a value of several kinds
+        before, _, kind = _should(other).partition("should be ")
+        if kind and not before and kind not in should and _place(other, where) == place:
+            should += f", or {kind}"
     return f"{subject} {should}, it is {shown}"
 
 
